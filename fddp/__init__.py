@@ -12,7 +12,6 @@ Training
     check_norm, NormHistory, NormVerdict     detection of spikes in the gradient norm
     averaging                                averages of parameters, for local SGD
     periodic                                 DiLoCo and others: schedules over many steps
-    sharded                                  sharded updates, gathered during the next forward
     hooks                                    communication hooks that compress gradients
 
 Operators and replicas
@@ -104,7 +103,7 @@ from fddp.errors import (
     UnevenError,
     WeightError,
 )
-from fddp.sync import averaging, periodic, sharded
+from fddp.sync import averaging, periodic
 from fddp.sync.autotune import TuneReport
 from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
@@ -147,7 +146,7 @@ __all__ = [
     "broadcast_from", "check_norm", "check_replicas", "check_schedule", "dump_flights",
     "empty_shared", "flight", "functionalize", "hooks", "loopback", "make_schedule",
     "measure_cost", "next_loss_scale", "periodic", "plan_buckets", "plan_optimal", "pmax", "pmean",
-    "psum", "rebucket", "reconcile", "reduce_scatter", "sharded", "simulate", "sync_on_backward",
+    "psum", "rebucket", "reconcile", "reduce_scatter", "simulate", "sync_on_backward",
     "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp.cli import common, simulate_periodic, simulate_sharded
+from fddp.cli import common, simulate_periodic
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
 from fddp.core.plan.defaults import MIB
@@ -91,7 +91,6 @@ def add(commands: common.Commands) -> None:
         "with a periodic schedule",
     )
     simulate_periodic.add(parser)
-    simulate_sharded.add(parser)
     parser.add_argument(
         "--jitter",
         type=_jitter,
@@ -114,9 +113,7 @@ def add(commands: common.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     common.require(*(["matplotlib"] if args.png else []))
-    if simulate_sharded.is_sharded(args):
-        simulate_sharded.check(args)
-    elif simulate_periodic.is_periodic(args):
+    if simulate_periodic.is_periodic(args):
         return simulate_periodic.run(args)
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
@@ -128,9 +125,6 @@ def _run(args: argparse.Namespace) -> int:
     cases = []
     try:
         plans = _plans(given, is_plan_file(args.source), args.caps, target, times)
-        if simulate_sharded.is_sharded(args):
-            named = ((name, plan) for name, _, plan in plans)
-            return simulate_sharded.run(args, named, target, times)
         for name, cap_mb, plan in plans:
             schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
             timeline = simulate(schedule, target.cost, times, jitter=args.jitter, seed=args.seed)

@@ -329,9 +329,8 @@ class BackwardDriver:
         self.passes.asks_driver = True
 
     def close(self) -> None:
-        """Free the communicator. Waits for an all-gather in flight."""
+        """Free the communicator."""
         self.stop()
-        self.engine.finish_in_flight()
         self.engine.close("the wrapped module was closed")
 
 

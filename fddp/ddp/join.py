@@ -152,13 +152,8 @@ class UnevenInputs(WrapperState):
             RankLostError, SyncTimeoutError: a rank is lost, has left the block with an error, or
                 is late; inside.
             RuntimeError: a rank has no input left and `throw_on_early_termination` is set; inside.
-            ValueError: the wrapper has virtual ranks, or a sharded optimizer.
+            ValueError: the wrapper has virtual ranks.
         """
-        if self._shards_updates:
-            raise ValueError(
-                "join() and a sharded optimizer can't be combined: ranks without inputs would take "
-                "no optimizer steps, and the others need their shards"
-            )
         if self._virtual_ranks is not None:
             raise ValueError(
                 "join() and virtual_ranks can't be combined: ranks without inputs would leave out "

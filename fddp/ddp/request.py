@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fddp.core.plan.plan import BucketPlan, plan_leaves
+from fddp.core.plan.plan import plan_leaves
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.ddp.arguments import Options
@@ -26,7 +26,6 @@ class ModuleRequest:
         params: parameters to synchronise, by name, in the order of their registration.
         options: caps, and the names of parameters with sparse gradients.
         virtual_ranks: number of virtual ranks, or None.
-        sharded: True to leave each rank its shard of the mean; the plan is then never rebuilt.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
     """
@@ -38,7 +37,6 @@ class ModuleRequest:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
     virtual_ranks: int | None = None
-    sharded: bool = False
 
     timeout_s = None  # the group's own
     is_foreign = False
@@ -60,10 +58,6 @@ class ModuleRequest:
         if self.virtual_ranks is not None:
             VirtualRanks.over(self.virtual_ranks, transport.world_size)  # raises its errors
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
-        if self.sharded:
-            caps_bytes = self.options.rebuilt_caps_bytes
-            plan = plan_leaves(plan.leaves, order=plan.order, caps_bytes=caps_bytes)
-            return self._terms(plan, transport, None)
         first = plan_leaves(
             plan.leaves,
             order=plan.order,
@@ -72,22 +66,15 @@ class ModuleRequest:
         )
         position = {leaf: number for number, leaf in enumerate(plan.order)}  # registered last: 0
         buckets = sorted(first.buckets, key=lambda bucket: max(position[i] for i in bucket.leaves))
-        return self._terms(
-            replace(first, buckets=tuple(buckets)),
-            transport,
-            Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
-        )
-
-    def _terms(self, plan: BucketPlan, transport: Transport, rebuild: Rebuild | None) -> SyncConfig:
         return SyncConfig(
-            plan=plan,
+            plan=replace(first, buckets=tuple(buckets)),
             given=False,
             transport=self.transport,
             reduce_dtype=None,
-            algorithm="reduce_scatter" if self.sharded else "all_reduce",
+            algorithm="all_reduce",
             topology=Topology(world=transport.world_size),
             schedule=None,
-            rebuild=rebuild,
+            rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
             skips_unused=self.options.arguments.skip_all_reduce_unused_params,
             deterministic=self.virtual_ranks is not None,
             virtual_ranks=self.virtual_ranks,

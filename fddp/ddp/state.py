@@ -46,7 +46,6 @@ _NOT_STATE = (
     "_watch",
     "_delayed",
     "_forward_collectives",
-    "_shards_updates",
 )
 
 
@@ -75,8 +74,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     gradient_as_bucket_view: bool
     static_graph: bool
-    _shards_updates = False
-    _sharded_runner: type[StepRunner]
 
     def _expose(self, module: Module, options: Options) -> None:
         """Set the attributes of torch's class that others rely on."""
@@ -152,8 +149,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         kinds: tuple[Any, Any] = StepRunner, FinalizingDriver
         if self._virtual_ranks is not None:
             kinds = VirtualRunner, VirtualDriver
-        if self._shards_updates:
-            kinds = self._sharded_runner, FinalizingDriver
         new_runner, new_driver = kinds
         runner = new_runner(
             self._request(),
@@ -189,7 +184,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             transport=self._transport,
             nonfinite=self._nonfinite,
             virtual_ranks=self._virtual_ranks,
-            sharded=self._shards_updates,
         )
 
     @property
@@ -303,11 +297,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         """Continue with another group. A collective call on its members."""
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
-        if self._shards_updates:
-            raise RuntimeError(
-                "the group of a sharded optimizer can't change, because shards would change their "
-                "owners; wrap the module anew and make a new optimizer"
-            )
         hook = None if self._steps is None else self._steps.engine.hook
         if self._steps is not None:
             self._steps.close()

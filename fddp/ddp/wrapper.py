@@ -29,7 +29,6 @@ from fddp.ddp.manual_finalization import ManualFinalization
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
-from fddp.ddp.sharded_steps import ShardedUpdates
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.virtual_steps import check_virtual
 from fddp.native.profiling import is_profiled
@@ -49,7 +48,7 @@ _COMPILE_MODULE = (
 
 
 class DistributedDataParallel(
-    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, ShardedUpdates, BufferSync
+    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, BufferSync
 ):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 

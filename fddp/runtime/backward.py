@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from fddp.native.autograd_leaves import GraphView
-from fddp.runtime.pending_leaf import PendingLeaf
 
 _Root: TypeAlias = Tensor | GradientEdge
 
@@ -121,8 +120,6 @@ class _StashedGradients:
 
     def take(self, tensor: Tensor) -> None:
         """Set the gradient of a foreign leaf aside; later calls do nothing."""
-        if isinstance(tensor, PendingLeaf):
-            return  # stands for one of our own
         if id(tensor) in self._known or not (tensor.requires_grad and tensor.is_leaf):
             return
         self._known.add(id(tensor))

@@ -143,7 +143,6 @@ class StepState:
     failures: Sequence[str] = ()
     is_orderly = False
     backward_ended = False
-    gathers_together = False  # see `Operation.with_others`
     report: ControlReport | None = None
     after = 1.0
     word: Tensor | None = None
@@ -447,7 +446,6 @@ class BucketState:
                 axes=op.axes,
                 record_time=step.record_time,
                 wait_soon=wait_soon,
-                with_others=step.gathers_together,
             )
         self.work = work
         self.works[position] = work, entry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from fddp.core.check import check_schedule
@@ -12,7 +11,6 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.builder import make_all_gather_schedule
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule
-from fddp.core.schedule.sharded import ShardedSchedule, make_sharded_schedule
 from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutError, TreeMismatchError
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
@@ -39,11 +37,10 @@ class EngineConfiguration:
         program: program of a step.
         usual: program for the compiled interpreter; None if no step is usual.
         gathering: program that turns shards into whole leaves, if steps give shards.
-        gathering_ahead: the same in the order in which the next forward pass needs them; None
-            before it is needed.
         hook: the communication hook in force, if there is one.
         bound_hook: the hook, bound to the program.
         in_flight: waits for the all-gather that was started and not awaited, if there is one.
+            Never raises an error of the all-gather: its handle does.
         hook_states: state of the hook by bucket, kept from step to step after `set_hook`; None if
             callers pass it.
     """
@@ -56,7 +53,6 @@ class EngineConfiguration:
         timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
         self.transport = open_transport(group, name, timeout_s, request.title)
         self._pool = BufferPool(self.transport.empty)
-        self.gathering_ahead: Program | None = None
         self.in_flight: Callable[[], object] | None = None
         self.bound_hook: BoundHook | None = None
         self.hook_states: tuple[Any, ...] | None = None
@@ -134,26 +130,10 @@ class EngineConfiguration:
             )
         return ()
 
-    def prepare_gathering_ahead(self) -> ShardedSchedule:
-        """Return the schedule of steps whose all-gathers overlap with the next forward pass, and
-        make its program.
-
-        Raises:
-            ValueError: the schedule gives no shards.
-        """
-        sharded = make_sharded_schedule(self.program.schedule)
-        if self.gathering_ahead is None:
-            check_schedule(sharded)
-            self.gathering_ahead = Program(
-                sharded.gather, self.transport.rank, False, self._foreign
-            )
-        return sharded
-
     def finish_in_flight(self) -> None:
-        """Wait for an all-gather in flight; its errors are those of `Gathering.wait`."""
+        """Wait for an all-gather in flight; its handle raises its errors."""
         if self.in_flight is not None:
-            with suppress(Exception):
-                self.in_flight()
+            self.in_flight()
 
     def _install(self, schedule: Schedule, *, with_order: bool) -> None:
         self.schedule = schedule
@@ -176,7 +156,6 @@ class EngineConfiguration:
         is_usual = self.bound_hook is None and self.terms.nonfinite == "propagate"
         self.usual = UsualProgram.of(self.program, self.transport) if is_usual else None
         self.gathering: Program | None = None
-        self.gathering_ahead = None
         if gather is not None:
             self.gathering = Program(gather, rank, False, foreign)
 

@@ -14,7 +14,6 @@ from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.schedule.schedule import summands
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
 from fddp.runtime.donation import donate
-from fddp.runtime.gather_step import GatherStep
 from fddp.runtime.hook_step import HookedStep
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
@@ -155,21 +154,18 @@ class Engine(EngineConfiguration):
                 step.fail(turn.problem())
         return step
 
-    def open_gather(self, *, ahead: bool = False) -> Step:
+    def open_gather(self) -> Step:
         """Open a step that turns shards into whole leaves; not part of a round of uneven inputs.
-
-        Args:
-            ahead: True for a `GatherStep`, in the order of the next forward pass.
 
         Raises:
             ClosedError, ReentryError: as `open`.
         """
-        program = self.gathering_ahead if ahead else self.gathering
-        if program is None:
+        if self.gathering is None:
             raise InternalError("the schedule gives no shards to gather")
-        return self._new_step(program, Method.ALL_GATHER, with_stats=False)
+        return self._new_step(self.gathering, Method.ALL_GATHER, with_stats=False)
 
     def _new_step(self, program: Program, method: Method, *, with_stats: bool) -> Step:
+        self.finish_in_flight()
         self._check_open()
         averages = program is self.program  # False if shards are gathered
         context = StepContext(
@@ -191,8 +187,6 @@ class Engine(EngineConfiguration):
         self.step += 1
         bound_hook = context.bound_hook
         step = Step(context) if bound_hook is None else HookedStep(context, bound_hook)
-        if program is self.gathering_ahead:
-            step = GatherStep(context)
         if program.schedule.virtual is not None:
             step = VirtualStep(context)
         self._current = self._running[step.number] = weakref.ref(step)
@@ -214,8 +208,6 @@ class Engine(EngineConfiguration):
         Raises:
             Exception: as `Step.finish`.
         """
-        if self.in_flight is not None:
-            self.in_flight()  # its collectives precede those of the step
         self.last_failed = True  # until it has succeeded
         try:
             if self.closed_by:  # during the step, perhaps by the very error
@@ -231,8 +223,7 @@ class Engine(EngineConfiguration):
         finally:
             self._running.pop(step.number, None)
         self.last_failed = False
-        # The next step may have been opened before an all-gather in flight was awaited.
-        self.finished = step.number + 1 if isinstance(step, GatherStep) else self.step
+        self.finished = self.step
         if self.hook_states is not None:
             self.hook_states = tuple(step.hook_states)
         if self._watch is not None:

@@ -13,22 +13,21 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
 from fddp.errors import InternalError
-from fddp.runtime.contributions import Contributions, ShardContributions, TreeContributions
+from fddp.runtime.contributions import Contributions, TreeContributions
 from fddp.runtime.inputs import (
     check_no_derivatives,
     check_no_transform,
     check_writable,
     checked_weight,
     matched_leaves,
-    matched_shards,
     outside_transforms,
 )
 from fddp.runtime.results import shards_of
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.runtime.virtual_step import VirtualStep
+from fddp.sync.all_gather_handle import AllGatherHandle
 from fddp.sync.engine import Engine
-from fddp.sync.gathering import Gathering
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
 from fddp.sync.virtual_batches import VirtualBatches, gathered_trees
 from fddp.tree.foreign import ForeignTreeDef
@@ -204,31 +203,39 @@ class TreeSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        return self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)
+        return self._opened_gather(shards).wait()
 
     @untraced(INSTEAD_IN_A_GRAPH)
-    def start_all_gather(self, shards: Any) -> Gathering:
+    def start_all_gather(self, shards: Any) -> AllGatherHandle:
         """Start to gather whole leaves from the shards of all ranks; a collective call.
 
-        Does not wait for other ranks. The result takes the place of the parameters in the next call
-        of `value_and_grad`, so that the all-gathers overlap with its forward pass: each leaf is
-        awaited before its first use, and buckets are gathered in the reverse of the plan's order,
-        which is that of backward. Parameters have the bits of `all_gather`.
+        Does not wait for other ranks, unless it is called in a loss function.
 
         Args:
-            shards: as for `all_gather`. May be written as soon as the call has returned.
+            shards: as for `all_gather`. Not to be written before `wait` has returned.
+
+        Returns:
+            A handle, whose `wait()` returns the result of `all_gather(shards)`, or raises its
+            error.
 
         Raises:
-            ValueError: the algorithm is not "reduce_scatter". Errors of the shards are raised on
-                all ranks when the parameters are awaited; see `Gathering`.
+            ValueError: the algorithm is not "reduce_scatter".
         """
-        _check_method(Method.ALL_GATHER, self.schedule)
         engine = self._engine
-        if engine.in_flight is not None:
-            engine.in_flight()
-        engine.prepare_gathering_ahead()
+        engine.finish_in_flight()
+        is_within_step = engine.is_in_step
+        handle = self._opened_gather(shards)
         with outside_transforms():
-            return Gathering(engine, shards)
+            handle.start()
+        if is_within_step:
+            # Ranks launch the step's further collectives at different times.
+            engine.finish_in_flight()
+        return handle
+
+    def _opened_gather(self, shards: Any) -> AllGatherHandle:
+        if self._engine.gathering is None:
+            self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)  # raises an error on all ranks
+        return AllGatherHandle(self._engine, shards)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.
@@ -286,23 +293,17 @@ class TreeSync:
     ) -> Any:
         """Return the tree of results; in a tuple, if the new state or an info follows."""
         engine, start_s = self._engine, time.perf_counter()
-        gathers = method is Method.ALL_GATHER and engine.gathering is not None
-        step = engine.open_gather() if gathers else engine.open(method, with_stats=with_info)
+        step = engine.open(method, with_stats=with_info)
         program = step.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
         contributions: Contributions
         try:
             _check_method(method, self.schedule)
-            if gathers:
-                own, treedef = matched_shards(grads, program)
-                check_no_derivatives(own, program, "shards", graphs=False)
-                contributions = ShardContributions(own)
-            elif isinstance(step, VirtualStep):
-                step.hook_states = engine.checked_states(state, "update(grads, state)")
+            step.hook_states = engine.checked_states(state, "update(grads, state)")
+            if isinstance(step, VirtualStep):
                 contributions, own, treedef = gathered_trees(step, grads, weight)
             else:
-                step.hook_states = engine.checked_states(state, "update(grads, state)")
                 own, treedef = matched_leaves(grads, program, "gradients")
                 if isinstance(treedef, ForeignTreeDef):
                     # Other ranks may be in `value_and_grad`; JAX differentiates before the step.

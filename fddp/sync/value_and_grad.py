@@ -28,7 +28,6 @@ from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.sync.engine import Engine
-from fddp.sync.gathering import Gathering
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
 
@@ -57,7 +56,7 @@ class ValueAndGrad:
 
     Args of a call:
         *args, **kwargs: arguments of the loss function, with the parameters at `argnums`. Not
-            written. A `Gathering` stands for parameters that may not have arrived.
+            written.
         accumulated: `(weighted_sum, weight)`: the sum of earlier micro-batches' gradients, each
             times its weight, and the total of these weights. The result is the weighted mean over
             all micro-batches of all ranks.
@@ -139,17 +138,9 @@ class ValueAndGrad:
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
     ) -> Computed:
-        engine, program = self._engine, step.program
+        program = step.program
         given = self._params(args, kwargs)
-        gathering = given if isinstance(given, Gathering) else None
-        if gathering is not None and gathering.is_in_flight(engine):
-            params, treedef = gathering.leaves()
-        else:
-            if engine.in_flight is not None:
-                engine.in_flight()
-            if gathering is not None:
-                given, gathering = gathering.wait(), None
-            params, treedef = matched_leaves(given, program, "parameters", differentiable=True)
+        params, treedef = matched_leaves(given, program, "parameters", differentiable=True)
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
         if _has_exhausted(args, kwargs):
@@ -164,11 +155,7 @@ class ValueAndGrad:
         step.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with differentiated():
-            if gathering is not None:
-                own = gathering.pending(own)
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
-        if engine.in_flight is not None:
-            engine.in_flight()  # backward reads all parameters
         loss, aux = self._split(result)
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:

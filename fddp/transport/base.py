@@ -309,7 +309,6 @@ class Transport(Endpoint):
         axes: Axes = (),
         record_time: bool = False,
         wait_soon: bool = False,
-        with_others: bool = False,
     ) -> Work:
         """Start filling `buffer` with every rank's own chunk of it; see `reduce_scatter`.
 
@@ -317,8 +316,6 @@ class Transport(Endpoint):
             buffer: as for `reduce_scatter`, of any dtype. This rank's own chunk is read, the others
                 are written.
             axes, record_time, wait_soon: as for `all_reduce`.
-            with_others: True if several all-gathers are started one after the other; the same on
-                all ranks.
         """
         ranks = self._subgroups.ranks.get(axes) or self._ranks("all_gather", axes)
         return self._launch(
@@ -328,7 +325,6 @@ class Transport(Endpoint):
                 ranks,
                 record_time=record_time,
                 wait_soon=wait_soon,
-                with_others=with_others,
             )
         )
 

@@ -50,7 +50,6 @@ class Operation(NamedTuple):
         fixed_size: an all-gather of a library tensor, whose size is the same on all ranks even if
             they issue different operations. It must not be matched with operations on the caller's
             tensors, whose sizes may differ.
-        with_others: several all-gathers of the caller are in flight at once; the same on all ranks.
         association: sizes of the axes of `ranks`, outermost first, if a reduce-scatter sums in the
             association that they define; see [Note: one association] in `ordered_sum.py`. ()
             leaves the association to the backend.
@@ -66,7 +65,6 @@ class Operation(NamedTuple):
     record_time: bool = False
     wait_soon: bool = False
     fixed_size: bool = False
-    with_others: bool = False
     association: tuple[int, ...] = ()
     tree: SumTree | None = None
 

@@ -11,6 +11,5 @@ from fddp.viz.periodic import plot_periodic as plot_periodic
 from fddp.viz.plans import compare_plans as compare_plans
 from fddp.viz.plans import plot_plan as plot_plan
 from fddp.viz.ranks import plot_ranks as plot_ranks
-from fddp.viz.timelines import plot_sharded as plot_sharded
 from fddp.viz.timelines import plot_timeline as plot_timeline
 from fddp.viz.virtual import plot_virtual_ranks as plot_virtual_ranks

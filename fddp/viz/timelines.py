@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fddp.core.sim.sharded import ShardedTimeline
 from fddp.core.timeline import COMPUTE, Span, StepTimes, Timeline
 from fddp.viz import canvas
 
@@ -60,42 +59,6 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
     ax = _draw_steps_(ax, timeline.spans, timeline.step_s, title, "ms since the start of the step")
     _shade_exposed_(ax, timeline.backward_end_s, timeline.step_s)
     ax.axvline(timeline.backward_end_s * 1e3, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
-    return canvas.figure_of(ax)
-
-
-def plot_sharded(timeline: ShardedTimeline, ax: Axes | None = None) -> Figure:
-    """Plot simulated steps of a sharded schedule as `plot_timeline` plots one.
-
-    Dashed lines separate the steps. Time in which the rank computes nothing is shaded.
-
-    Args:
-        timeline: result of `fddp.sharded.simulate_sharded`.
-        ax: axes to draw into; None creates a figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
-
-    Example:
-        >>> spans = (Span(-1, "forward", -1, COMPUTE, "forward", 0.0, 0.0, 0.003),
-        ...          Span(1, "all_gather", 0, "world", "all_gather 0", 0.0, 0.0, 0.001))
-        >>> figure = plot_sharded(ShardedTimeline(spans, (0.0, 0.003, 0.006), 0.003, 0.001))
-        >>> figure.axes[0].get_title()
-        'step 3.00 ms; compute 3.00 ms, communication 1.00 ms'
-    """
-    until_s = timeline.begins_s[-1]
-    title = (
-        f"step {timeline.step_s * 1e3:.2f} ms; compute {timeline.compute_s * 1e3:.2f} ms, "
-        f"communication {timeline.communication_s * 1e3:.2f} ms"
-    )
-    ax = _draw_steps_(ax, timeline.spans, until_s, title, "ms since the start of the first step")
-    reached_s = 0.0
-    for span in timeline.spans:
-        if span.lane == COMPUTE:
-            _shade_exposed_(ax, reached_s, span.start_s)
-            reached_s = span.end_s
-    _shade_exposed_(ax, reached_s, until_s)
-    for begin_s in timeline.begins_s[1:]:
-        ax.axvline(begin_s * 1e3, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
     return canvas.figure_of(ax)
 
 

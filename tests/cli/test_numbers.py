@@ -53,9 +53,6 @@ NUMBERED = {
     ],
     "simulate --seed": [[*SIMULATE, *MODEL, *TIMES, "--jitter=0.1", "--seed={}"]],
     "simulate --step-ms": [[*PERIODIC, "--step-ms={}", "--period=4"]],
-    "simulate --forward-ms": [
-        [*SIMULATE, *MODEL, *TIMES, "--algorithm=reduce_scatter", "--forward-ms={}"]
-    ],
     "simulate --period": [[*PERIODIC, "--step-ms=5", "--period={}"]],
     "simulate --fragments": [[*PERIODIC, "--step-ms=5", "--period=4", "--fragments={}"]],
     "simulate --delay": [[*PERIODIC, "--step-ms=5", "--period=4", "--delay={}"]],

@@ -281,48 +281,6 @@ def test_simulate_refuses_periodic_schedules(
     assert text in refused([*PERIODIC, *options], capsys)
 
 
-SHARDED = (*SIMULATE, *LINK, "--algorithm", "reduce_scatter", "--forward-ms", "5")
-
-
-def test_simulate_of_sharded_updates(run: Read, folder: Path) -> None:
-    printed = run(*SHARDED, "--json", "s.json", "--png", "s.png")
-    document = json.loads((folder / "s.json").read_text())
-    rows = document["results"]
-    assert [row["gather"] for row in rows] == ["step_end", "next_forward"] * 4
-    for at_end, in_forward in zip(rows[::2], rows[1::2], strict=True):
-        assert at_end["digest"] == in_forward["digest"]
-        assert in_forward["step_s"] < at_end["step_s"]
-        assert f"{in_forward['step_s'] * 1e3:.3f}" in printed
-    best = BucketPlan.from_json(json.dumps(document["fastest_plan"]))
-    schedule = fddp.sharded.make_sharded_schedule(
-        fddp.make_schedule(best, fddp.Topology(world=4), algorithm="reduce_scatter")
-    )
-    total, ready_s, use_s = sum(leaf.numel for leaf in best.leaves), {}, {}
-    passed = 0
-    for leaf in best.order:
-        passed += best.leaves[leaf].numel
-        ready_s[best.paths[leaf]] = 0.01 * passed / total
-        use_s[best.paths[leaf]] = 0.005 * (1 - passed / total)
-    times = fddp.sharded.ComputeTimes(0.005, use_s, ready_s)
-    found = fddp.sharded.simulate_sharded(schedule, CostModel(1e-4, 1e-9), times)
-    assert min(row["step_s"] for row in rows) == pytest.approx(found.step_s)
-    assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--algorithm", "all_reduce"), "--forward-ms needs --algorithm reduce_scatter"),
-        (("--trace", "t.json"), "--forward-ms does not go with --trace"),
-        (("--jitter", "0.1"), "--forward-ms does not go with --jitter"),
-    ],
-)
-def test_simulate_refuses_options_beside_sharded_updates(
-    options: tuple[str, ...], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert text in refused([*SHARDED, *options], capsys)
-
-
 def test_simulate_matches_the_library(run: Read) -> None:
     rows = documented(run, *SIMULATE, *LINK)["results"]
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))

@@ -27,7 +27,6 @@ def test_notebooks_are_found() -> None:
         "06_jax",
         "07_literature",
         "08_few_bytes",
-        "09_next_forward",
     ]
 
 

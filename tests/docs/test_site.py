@@ -51,7 +51,6 @@ def _is_ours(value: object) -> bool:
         (fddp.viz, "fddp.viz"),
         (fddp.jax, "fddp.jax"),
         (fddp.periodic, "fddp.periodic"),
-        (fddp.sharded, "fddp.sharded"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

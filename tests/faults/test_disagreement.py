@@ -398,9 +398,9 @@ def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministi
             assert "rank 1" in seen.text
 
 
-def gather_beside_step(rank: int, n: int, other: str) -> Ending:
+def gather_beside_step(rank: int, n: int, transport: str, other: str) -> Ending:
     """One rank starts to gather parameters; the other calls something else."""
-    options: Any = {"algorithm": "reduce_scatter", "transport": "shm", "timeout_s": 1.0}
+    options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": 1.0}
     with fddp.GradSync(BIG, **options) as sync:
         step = sync.value_and_grad(lambda p: p["w"].sum())
         calls: dict[str, Any] = {
@@ -412,9 +412,12 @@ def gather_beside_step(rank: int, n: int, other: str) -> Ending:
         return ending(lambda: sync.start_all_gather(own).wait() if rank == 0 else calls[other]())
 
 
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
 @pytest.mark.parametrize("other", ["sync", "reduce_scatter", "step"])
-def test_a_rank_that_gathers_while_another_takes_a_step(ranks: RankPool, other: str) -> None:
-    for seen in ranks.run(2, gather_beside_step, other):
+def test_a_rank_that_gathers_while_another_takes_a_step(
+    ranks: RankPool, transport: str, other: str
+) -> None:
+    for seen in ranks.run(2, gather_beside_step, transport, other):
         assert seen.kinds[0] == "DesyncError", seen
         assert re.search("rank 0 all_.*, rank 1 (all_reduce|reduce_scatter) of", seen.text)
 

@@ -16,7 +16,7 @@ from fddp.cli import main as cli
 from tests.support.rooms import PACKAGE
 
 PYPROJECT = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
-SUBMODULES = {"averaging", "hooks", "integrations", "jax", "periodic", "sharded", "testing", "viz"}
+SUBMODULES = {"averaging", "hooks", "integrations", "jax", "periodic", "testing", "viz"}
 
 
 def test_every_public_name_is_there_and_described() -> None:

@@ -79,17 +79,15 @@ def gathers_on_rank(group: Group, topology: Topology) -> None:
             for dtype in MOVED:
                 for length in LENGTHS:
                     chunks = [part(other, length, dtype) for other in ranks]
-                    for together in (False, True):
-                        buffers = [torch.zeros(length * len(ranks), dtype=dtype) for _ in range(3)]
-                        works = []
-                        for buffer in buffers:
-                            own_chunk(buffer, ranks, rank).copy_(part(rank, length, dtype))
-                            gather = transport.all_gather_in_place
-                            works.append(gather(buffer, axes=axes, with_others=together))
-                        for buffer, work in zip(buffers, works, strict=True):
-                            work.wait("the whole")
-                            assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)
-                            assert work.results == []
+                    buffers = [torch.zeros(length * len(ranks), dtype=dtype) for _ in range(3)]
+                    works = []
+                    for buffer in buffers:
+                        own_chunk(buffer, ranks, rank).copy_(part(rank, length, dtype))
+                        works.append(transport.all_gather_in_place(buffer, axes=axes))
+                    for buffer, work in zip(buffers, works, strict=True):
+                        work.wait("the whole")
+                        assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)
+                        assert work.results == []
                     buffer = part(rank, length, dtype).repeat(len(ranks))
                     transport.all_to_all_in_place(buffer, axes=axes).wait("the chunks")
                     assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)

@@ -26,7 +26,6 @@ from fddp.viz import (
     plot_caps,
     plot_periodic,
     plot_plan,
-    plot_sharded,
     plot_timeline,
     plot_virtual_ranks,
 )
@@ -72,23 +71,6 @@ def render(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def test_all_gathers_overlap_with_the_next_forward() -> None:
-    reduce = fddp.make_schedule(make_plan(1.0, 1.0), 2, algorithm="reduce_scatter")
-    schedule = fddp.sharded.make_sharded_schedule(reduce)
-    link = CostModel(0.0, 1e-9)  # 1.05 ms for each bucket, in both directions together
-    times = fddp.sharded.ComputeTimes(0.004, [0.002, 0.0], [0.002, 0.004], update_s=0.001)
-    timeline = fddp.sharded.simulate_sharded(schedule, link, times)
-    (ax,) = plot_sharded(timeline).axes
-    title = ax.get_title()
-    assert title == "step 10.05 ms; compute 9.00 ms, communication 2.10 ms"
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "world"]
-    compute = [box for box in boxes(ax) if box[0] == pytest.approx(0.0)]
-    assert len(compute) == 3 + 4, "the second forward waits once, and runs in two parts"
-    legend = ax.get_legend()
-    assert legend is not None
-    assert {"forward", "update", "all_gather", "exposed"} <= {t.get_text() for t in legend.texts}
 
 
 def test_a_bar_ends_where_the_average_is_applied() -> None:

@@ -11,14 +11,12 @@ from __future__ import annotations
 from fddp.core.check.execution import check_by_execution
 from fddp.core.check.forms import is_proved_by_forms
 from fddp.core.check.periodic import check_periodic_schedule
-from fddp.core.check.sharded import check_sharded_schedule
 from fddp.core.check.virtual import check_virtual
 from fddp.core.schedule.periodic import PeriodicSchedule
 from fddp.core.schedule.schedule import Schedule
-from fddp.core.schedule.sharded import ShardedSchedule
 
 
-def check_schedule(schedule: Schedule | PeriodicSchedule | ShardedSchedule) -> None:
+def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     """Prove that a schedule is correct, or raise an error.
 
     A schedule of one step is correct if, for each bucket and each decision of the control word:
@@ -40,14 +38,6 @@ def check_schedule(schedule: Schedule | PeriodicSchedule | ShardedSchedule) -> N
       later;
     - no fragment is started again while its collective is in flight, and none is applied that is
       not in flight.
-
-    A sharded schedule (`fddp.sharded`) is correct if its two schedules of operations are, and if:
-
-    - the shards that are gathered are those that the reduction leaves;
-    - each bucket is gathered once between its update and its next use, and not read, updated or
-      gathered again while it is in flight;
-    - gradients are reduced after forward, and updated after all of them are reduced;
-    - buckets are gathered, and awaited, in the order of the operations.
 
     The cost does not depend on the number of ranks.
 
@@ -74,11 +64,6 @@ def check_schedule(schedule: Schedule | PeriodicSchedule | ShardedSchedule) -> N
     """
     if isinstance(schedule, PeriodicSchedule):
         check_periodic_schedule(schedule)
-        return
-    if isinstance(schedule, ShardedSchedule):
-        check_schedule(schedule.reduce)
-        check_schedule(schedule.gather)
-        check_sharded_schedule(schedule)
         return
     if not is_proved_by_forms(schedule):
         check_by_execution(schedule)

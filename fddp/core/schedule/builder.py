@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from fddp.core.plan.defaults import MIB
@@ -147,18 +146,9 @@ def make_schedule(
     return with_piggybacked_word(schedule) if ride else schedule
 
 
-def make_all_gather_schedule(
-    schedule: Schedule, forward_order: Sequence[int] | None = None
-) -> Schedule:
+def make_all_gather_schedule(schedule: Schedule) -> Schedule:
     """Build the schedule that gathers the shards of another one, which has the result
     "sharded_mean" and all shards cut along the same axes, to whole leaves.
-
-    Args:
-        schedule: schedule of the shards.
-        forward_order: buckets in the order in which they will be needed, one after the other. All
-            are then packed first, the control word precedes the all-gathers, which are launched in
-            this order, and each bucket can be unpacked before the next has arrived. By default
-            buckets are packed and launched in the order of the plan.
 
     Raises:
         ValueError: the schedule leaves no shards, or cuts them along different axes.
@@ -185,14 +175,9 @@ def make_all_gather_schedule(
         pieces.setdefault(op.bucket, []).append(_Piece(op.bucket, op.region.start, op.region.stop))
     for own in pieces.values():
         own.sort()
-    if forward_order is not None:
-        pieces = {bucket: pieces[bucket] for bucket in forward_order}
     builder = _Builder(schedule.plan, schedule.topology, _Chain(cut, tuple(stages), ()), pieces)
-    if forward_order is not None:
-        builder.append_in_forward_order()
-    else:
-        builder.append_chains()
-        builder.append_unpacks()
+    builder.append_chains()
+    builder.append_unpacks()
     wire_dtypes = tuple(bucket.dtype for bucket in schedule.plan.buckets)
     return Schedule(schedule.plan, schedule.topology, builder.ops, wire_dtypes, result="replicated")
 
@@ -333,22 +318,6 @@ class _Builder:
                         self._extend(piece, self._chain.stages[stage])
                 if stage == 0 and slot == len(order) - 1:
                     self._append_control(order[-1].bucket)
-
-    def append_in_forward_order(self) -> None:
-        """Append all packs, the control word and the first collectives of all pieces; then, bucket
-        by bucket, the other collectives and the unpacking."""
-        order = [piece for pieces in self._pieces.values() for piece in pieces]
-        for piece in order:
-            self._append_pack(piece)
-        self._append_control(order[-1].bucket if order else -1)
-        for stage in self._chain.stages[:1]:
-            for piece in order:
-                self._extend(piece, stage)
-        for bucket, pieces in self._pieces.items():
-            for stage in self._chain.stages[1:]:
-                for piece in pieces:
-                    self._extend(piece, stage)
-            self._append_unpacks(bucket)
 
     def append_repair(self, bucket: int, *, again: bool) -> None:
         """Append the conditional repair of a bucket with late gradients."""

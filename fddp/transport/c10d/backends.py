@@ -334,27 +334,9 @@ class GlooCommunicator(Communicator):
         # operations must not be matched with a broadcast: gloo ends the process if sizes differ.
         if operation.fixed_size:
             return super()._all_gather(operation)
-        if (
-            operation.with_others
-            and len(operation.ranks) == 2
-            and operation.tensor.device.type == "cpu"
-        ):
-            return PendingCollective((self._swap(operation),))
         return PendingCollective(
             tuple(self._broadcast(c, place) for place, c in enumerate(operation.chunks))
         )
-
-    def _swap(self, operation: Operation) -> dist.Work:
-        """All-gather of two ranks as one of several that are in flight at once.
-
-        gloo sends data once it has a notice that the other rank is ready to receive. Of two ranks,
-        the one whose broadcast is second gives this notice behind its own data, so that a link
-        carries one direction after the other. Here the notice for the next all-gather is on its way
-        in time: 16 of 1 MB each way take 140 ms at 1 Gbit/s, instead of 174 to 204.
-        """
-        own, theirs = operation.chunks[self._place], operation.chunks[1 - self._place]
-        sizes = [0, own.nbytes] if self._place == 0 else [own.nbytes, 0]
-        return self._send_chunks(own, _bytes_of(theirs), sizes, sizes)
 
     def _await(self, works: Sequence[dist.Work], check_peers: Callable[[], None]) -> None:
         deadline_s = time.perf_counter() + self._timeout_s
