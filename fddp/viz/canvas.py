@@ -17,6 +17,8 @@ WIDTH_IN = 8.0  # inches; notebooks show it without scaling
 TITLE_PT = 9.5
 SMALL_PT = 8.0
 
+_LEAST_LETTERS = 9
+
 # Okabe and Ito's
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
@@ -115,8 +117,8 @@ def size_in(ax: Axes) -> tuple[float, float]:
     return box.width, box.height
 
 
-def shortened(path: str, width_in: float, least: int = 9) -> str:
-    """Return the last keys of the path that fit, or "" if fewer than `least` letters fit.
+def shortened(path: str, width_in: float) -> str:
+    """Return the last keys of the path that fit, or "" if fewer than nine letters fit.
 
     Example:
         >>> shortened("layers.0.attention.weight", 1.2)
@@ -130,7 +132,7 @@ def shortened(path: str, width_in: float, least: int = 9) -> str:
     rest = path
     while "." in rest:
         rest = rest.partition(".")[2]
-        if least <= len(rest) < fitting:
+        if _LEAST_LETTERS <= len(rest) < fitting:
             return f"…{rest}"
     return ""
 

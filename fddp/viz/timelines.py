@@ -1,4 +1,4 @@
-"""Steps as lanes of compute and communication."""
+"""A step as lanes of compute and communication."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {
-    "forward": "#E4E4E4",
     "backward": "#C8C8C8",
-    "update": canvas.GREY,
     "bucket": canvas.BLUE,
     "all_reduce": canvas.BLUE,
     "reduce_scatter": canvas.ORANGE,
@@ -56,36 +54,25 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
         f"{timeline.exposed_s * 1e3:.2f} ms exposed; {timeline.hidden_fraction:.0%} of "
         f"communication hidden"
     )
-    ax = _draw_steps_(ax, timeline.spans, timeline.step_s, title, "ms since the start of the step")
-    _shade_exposed_(ax, timeline.backward_end_s, timeline.step_s)
-    ax.axvline(timeline.backward_end_s * 1e3, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
-    return canvas.figure_of(ax)
-
-
-def _draw_steps_(
-    ax: Axes | None, spans: Sequence[Span], until_s: float, title: str, x: str
-) -> Axes:
-    """Draw spans in lanes, with a legend; return the axes."""
+    spans = timeline.spans
     lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in spans)]))
     if ax is None:
         (ax,) = canvas.new_figure(_AROUND_IN + _LANE_IN * len(lanes))
     shown = [span for span in spans if span.end_s > span.start_s]
-    ax.set_xlim(0.0, 1.02e3 * max([until_s, *(span.end_s for span in shown), 1e-9]))
+    ax.set_xlim(0.0, 1.02e3 * max([timeline.step_s, *(span.end_s for span in shown), 1e-9]))
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_yticks(range(len(lanes)), [lane.replace("+", " + ") for lane in lanes])
-    canvas.label_(ax, title=title, x=x, grid="x")
-    kinds = list(dict.fromkeys(span.kind for span in shown))
-    canvas.explain_(ax, _legend(kinds))
+    canvas.label_(ax, title=title, x="ms since the start of the step", grid="x")
+    canvas.explain_(ax, _legend(list(dict.fromkeys(span.kind for span in shown))))
     width_in, _ = canvas.size_in(ax)
     x_inch = ax.get_xlim()[1] / width_in
     for row, lane in enumerate(lanes):
         _draw_lane_(ax, row, [span for span in shown if span.lane == lane], x_inch)
-    return ax
-
-
-def _shade_exposed_(ax: Axes, start_s: float, end_s: float) -> None:
-    if end_s > start_s:
-        ax.axvspan(start_s * 1e3, end_s * 1e3, color=canvas.VERMILION, alpha=0.18, linewidth=0.0)
+    backward_ms, step_ms = timeline.backward_end_s * 1e3, timeline.step_s * 1e3
+    if step_ms > backward_ms:
+        ax.axvspan(backward_ms, step_ms, color=canvas.VERMILION, alpha=0.18, linewidth=0.0)
+    ax.axvline(backward_ms, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
+    return canvas.figure_of(ax)
 
 
 def _draw_lane_(ax: Axes, row: int, spans: Sequence[Span], x_inch: float) -> None:

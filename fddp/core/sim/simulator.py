@@ -172,10 +172,7 @@ def simulate(
 
 
 def ready_seconds(
-    leaves: Sequence[LeafSpec],
-    reduced: Sequence[int],
-    ready_times_s: ReadyTimes,
-    name: str = "ready_times_s",
+    leaves: Sequence[LeafSpec], reduced: Sequence[int], ready_times_s: ReadyTimes
 ) -> FloatArray:
     """Return the validated ready times of all leaves: float64 of shape `(len(leaves),)`.
 
@@ -183,19 +180,18 @@ def ready_seconds(
         leaves: all leaves of a tree.
         reduced: indices of the bucketed leaves; the result is 0 for the others.
         ready_times_s: as in `simulate`; NaN becomes 0.
-        name: name of the times for errors.
 
     Raises:
         ValueError: times that are negative, above 1e9, missing or of the wrong length.
     """
     if isinstance(ready_times_s, Mapping):
-        given = _by_path(leaves, reduced, ready_times_s, name)
+        given = _by_path(leaves, reduced, ready_times_s)
     else:
         given = np.asarray(ready_times_s, dtype=np.float64)
         if given.shape != (len(leaves),):
             raise ValueError(
-                f"{name} must have one time for each of the {len(leaves)} leaves, got the shape "
-                f"{given.shape}"
+                f"ready_times_s must have one time for each of the {len(leaves)} leaves, got the "
+                f"shape {given.shape}"
             )
     times_s = np.zeros(len(leaves))
     kept = list(reduced)
@@ -204,14 +200,14 @@ def ready_seconds(
     if wrong.size:
         leaf = int(wrong[0])
         raise ValueError(
-            f"{name} must be from 0 to {MOST_S:.0e}, or NaN for a leaf without gradient; leaf "
-            f"{leaf} ({leaves[leaf].path!r}) has {float(times_s[leaf])!r}"
+            f"ready_times_s must be from 0 to {MOST_S:.0e}, or NaN for a leaf without gradient; "
+            f"leaf {leaf} ({leaves[leaf].path!r}) has {float(times_s[leaf])!r}"
         )
     return times_s
 
 
 def _by_path(
-    leaves: Sequence[LeafSpec], reduced: Sequence[int], times_s: Mapping[str, float], name: str
+    leaves: Sequence[LeafSpec], reduced: Sequence[int], times_s: Mapping[str, float]
 ) -> FloatArray:
     paths = [leaf.path for leaf in leaves]
     unknown = sorted(times_s.keys() - set(paths))
@@ -219,7 +215,7 @@ def _by_path(
     if unknown or missing:
         what, which = ("does not have", unknown) if unknown else ("needs", missing)
         raise ValueError(
-            f"{name} has {counted(len(times_s), 'path')}; the plan of "
+            f"ready_times_s has {counted(len(times_s), 'path')}; the plan of "
             f"{counted(len(paths), 'leaf')} {what} "
             f"{which[0]!r} and {len(which) - 1} more; use NaN for a leaf without gradient"
         )
