@@ -8,8 +8,7 @@ Training
     tree_map                                 map a function over the tensors of a tree
     as_transform                             a `GradSync` as an optax or torchopt transformation
     DistributedDataParallel                  the interface of torch's class
-    LossScale, next_loss_scale               loss scale of mixed precision, as a value
-    check_norm, NormHistory, NormVerdict     detection of spikes in the gradient norm
+    numerics                                 loss scales and spikes of norms, as values
     averaging                                averages of parameters, for local SGD
     periodic                                 DiLoCo and others: schedules over many steps
     hooks                                    communication hooks that compress gradients
@@ -34,7 +33,7 @@ Plans and schedules
 
 Watching
     SyncInfo                                 statistics and timeline of one step
-    Monitor, MonitorReport, Straggler        phases of steps on all ranks, and slow ranks
+    watch                                    monitors: phases of steps on all ranks, and slow ranks
     flight, Flight, dump_flights, FlightDumps
                                              the newest operations, for diagnosis
 
@@ -42,6 +41,7 @@ Tools
     loopback                                 ranks as threads of this process
     testing, viz, jax                        submodules with extras of their names
     integrations                             Accelerate, Lightning, Transformers and Ignite
+    extend                                   parts for packages that build on fddp
 
 Every error that is raised on purpose is a FddpError:
     ClosedError, DesyncError, ExtensionError, HookError, InternalError, LossError,
@@ -71,8 +71,6 @@ from fddp.collectives.replicas.broadcast import broadcast
 from fddp.collectives.replicas.check import check_replicas
 from fddp.collectives.replicas.reconcile import reconcile
 from fddp.core.check import check_schedule
-from fddp.core.numerics.loss_scale import LossScale, next_loss_scale
-from fddp.core.numerics.norm_spikes import NormHistory, NormVerdict, check_norm
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, rebucket
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.op import Op, Region
@@ -108,7 +106,6 @@ from fddp.sync.autotune import TuneReport
 from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
 from fddp.sync.measure import measure_cost
-from fddp.sync.monitor import Monitor
 from fddp.sync.rounds import EXHAUSTED
 from fddp.sync.transform import as_transform
 from fddp.sync.uneven_inputs import uneven
@@ -117,9 +114,7 @@ from fddp.sync.virtual_sampler import VirtualSampler
 from fddp.telemetry.flight.dump import FlightDumps, dump_flights
 from fddp.telemetry.flight.log import Flight
 from fddp.telemetry.flight.recorder import flight
-from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.step_info import SyncInfo
-from fddp.telemetry.stragglers import Straggler
 from fddp.transport import loopback
 from fddp.transport.backend import registration
 from fddp.transport.backend.shared_tensors import empty_shared
@@ -127,10 +122,13 @@ from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
 if TYPE_CHECKING:
+    from fddp import extend as extend
     from fddp import integrations as integrations
     from fddp import jax as jax
+    from fddp import numerics as numerics
     from fddp import testing as testing
     from fddp import viz as viz
+    from fddp import watch as watch
 
 __version__ = "0.1.0"
 
@@ -138,22 +136,21 @@ __all__ = [
     "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "ClosedError", "Communicator", "CostModel",
     "DesyncError", "DistributedDataParallel", "ExtensionError", "FddpError", "Flight",
     "FlightDumps", "GradSync", "HookError", "InternalError", "Jitter", "LeafSpec", "LossError",
-    "LossScale", "Monitor", "MonitorReport", "NoGradientError", "NonFiniteError", "NormHistory",
-    "NormVerdict", "Op", "PeerError", "PlanMismatchError", "RankLostError", "ReentryError",
-    "Region", "Sample", "Schedule", "ScheduleError", "Straggler", "SyncInfo", "SyncTimeoutError",
+    "NoGradientError", "NonFiniteError", "Op", "PeerError", "PlanMismatchError", "RankLostError",
+    "ReentryError", "Region", "Sample", "Schedule", "ScheduleError", "SyncInfo", "SyncTimeoutError",
     "Timeline", "Topology", "TransformError", "TreeMismatchError", "TuneReport", "UnevenError",
     "VirtualSampler", "WeightError", "all_gather", "as_transform", "averaging", "broadcast",
-    "broadcast_from", "check_norm", "check_replicas", "check_schedule", "dump_flights",
-    "empty_shared", "flight", "functionalize", "hooks", "loopback", "make_schedule",
-    "measure_cost", "next_loss_scale", "periodic", "plan_buckets", "plan_optimal", "pmax", "pmean",
-    "psum", "rebucket", "reconcile", "reduce_scatter", "simulate", "sync_on_backward",
-    "tree_map", "uneven", "virtual_rng",
+    "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "flight",
+    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "periodic",
+    "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
+    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven",
+    "virtual_rng",
 ]  # fmt: skip
 
 registration.register()
 
 # Most need packages that fddp does not.
-_ON_FIRST_USE = ("integrations", "jax", "testing", "viz")
+_ON_FIRST_USE = ("extend", "integrations", "jax", "numerics", "testing", "viz", "watch")
 
 
 def __dir__() -> list[str]:

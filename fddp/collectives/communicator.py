@@ -222,8 +222,9 @@ class Communicator:
         )
 
 
-def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
-    """The communicator of a group and mesh; see [Note: communicators of groups].
+def communicator_of(group: Group | Communicator | None, mesh: Mesh | None = None) -> Communicator:
+    """The communicator of a group and mesh; see [Note: communicators of groups]. A collective call
+    if it is the first one for them.
 
     Raises:
         ClosedError: `group` is a closed `Communicator`.

@@ -141,6 +141,16 @@ class GradSync(TreeSync):
         return self._engine.transport.world_size
 
     @property
+    def group(self) -> Group:
+        """The group, for other calls on the same ranks.
+
+        Raises:
+            ClosedError: this `GradSync` is closed, or the group no longer exists.
+        """
+        self._engine.check_usable()
+        return self._engine.group
+
+    @property
     def transport(self) -> str:
         """Name of the transport."""
         return self._engine.transport.name

@@ -5,9 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from fddp.telemetry.phases import BACKWARD, FORWARD, HOOK, INPUT, MONITOR, SYNC, WAIT
-from fddp.telemetry.report import MonitorReport
 from fddp.viz import canvas
+from fddp.watch import MonitorReport
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -15,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {
-    INPUT: canvas.PURPLE,
-    FORWARD: canvas.GREEN,
-    BACKWARD: canvas.BLUE,
-    HOOK: "#F0E442",
-    SYNC: canvas.ORANGE,
-    WAIT: "#DDDDDD",
-    MONITOR: "#666666",
+    "input": canvas.PURPLE,
+    "forward": canvas.GREEN,
+    "backward": canvas.BLUE,
+    "hook": "#F0E442",
+    "sync": canvas.ORANGE,
+    "wait": "#DDDDDD",
+    "monitor": "#666666",
 }
 _OTHERS = (canvas.GREY, "#56B4E9", "#A6761D")
 _TITLE_LINES = 3  # further stragglers are only framed
@@ -47,12 +46,12 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
         ImportError: matplotlib is missing.
 
     Example:
-        >>> from fddp.telemetry.stragglers import StepRecord, summarize
-        >>> from fddp.core.timeline import StepTimes
+        >>> from fddp.extend import StepTimes
+        >>> from fddp.watch import RankSummary, StepRecord
         >>> def rank_that_needs(rank, forward_s):
         ...     times = StepTimes((), 1.0, 3.0, 4.0)
         ...     phases_s = {"forward": forward_s, "wait": 0.1 - forward_s}
-        ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
+        ...     return RankSummary.of(rank, [StepRecord(n, phases_s, times) for n in range(9)])
         >>> report = MonitorReport.of([rank_that_needs(0, 0.02), rank_that_needs(1, 0.08)])
         >>> print(plot_ranks(report).axes[0].get_title())
         steps 0 to 8: rank 1 holds the others up by 60.0 ms a step (60% of it), most of all in ...

@@ -51,6 +51,9 @@ def _is_ours(value: object) -> bool:
         (fddp.viz, "fddp.viz"),
         (fddp.jax, "fddp.jax"),
         (fddp.periodic, "fddp.periodic"),
+        (fddp.numerics, "fddp.numerics"),
+        (fddp.watch, "fddp.watch"),
+        (fddp.extend, "fddp.extend"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from tests.support.rooms import MODULES, ROOMS, room_of
+from tests.support.rooms import CAPABILITIES, MODULES, ROOMS, room_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-USERS = ROOMS[ROOMS.index("transport") + 1 :]
+USERS = (*ROOMS[ROOMS.index("transport") + 1 :], *CAPABILITIES)
 PARTS = ("status", "peers", "lock", "on_failure")  # of transports, for other transports only
 VALUES = ("name", "reason", "label", "closed_by", "control_device", "members", "size_cache")
 

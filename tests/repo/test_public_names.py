@@ -16,7 +16,10 @@ from fddp.cli import main as cli
 from tests.support.rooms import PACKAGE
 
 PYPROJECT = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
-SUBMODULES = {"averaging", "hooks", "integrations", "jax", "periodic", "testing", "viz"}
+SUBMODULES = {
+    *("averaging", "extend", "hooks", "integrations", "jax", "numerics", "periodic"),
+    *("testing", "viz", "watch"),
+}
 
 
 def test_every_public_name_is_there_and_described() -> None:
@@ -38,7 +41,7 @@ def test_submodules_with_extras_are_loaded_on_first_use() -> None:
     program = """
 import sys, fddp
 assert not {"jax", "hypothesis", "matplotlib", "rich"} & {*sys.modules}
-assert "fddp.viz" not in sys.modules
+assert not {"fddp.viz", "fddp.watch"} & {*sys.modules}
 print(fddp.viz.plot_plan.__name__, fddp.viz is sys.modules["fddp.viz"])
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import fddp
-from fddp.core.timeline import StepTimes
-from fddp.telemetry.stragglers import StepRecord
+from fddp.extend import StepTimes
+from fddp.watch import StepRecord
 from tests.support.models import batch, mlp, mlp_loss
 
 DELAY_S = 0.05
@@ -21,17 +21,13 @@ def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
     return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
 
 
-def train_monitored(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
+def train_monitored(group: Any, steps: int, **options: Any) -> fddp.watch.Monitor:
     with fddp.GradSync(mlp(), group=group) as sync:
-        step, monitor = (
-            sync.value_and_grad(mlp_loss, with_info=True),
-            fddp.Monitor(group, **options),
-        )
-        observed = []
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        monitor = fddp.watch.Monitor(group, **options)
         for number in range(steps):
-            _, _, info = step(mlp(), batch(group.rank, number))
-            observed.append(monitor.observe(info))
-        return monitor, observed
+            monitor.observe(step(mlp(), batch(group.rank, number))[2])
+        return monitor
 
 
 def check_events(text: str) -> list[dict[str, Any]]:

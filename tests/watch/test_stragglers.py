@@ -10,21 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.telemetry.report import MonitorReport
-from fddp.telemetry.stragglers import (
-    RankSummary,
-    RobustStats,
-    find_slow_monitors,
-    find_stragglers,
-    find_suspects,
-    summarize,
-)
+from fddp.watch import MonitorReport, RankSummary, RobustStats
+from fddp.watch.stragglers import find_stragglers
 from tests.support.monitored import record_of
 
 
 def summary_of(rank: int, own_s: Sequence[dict[str, float]]) -> RankSummary:
     """Summary of a rank with these times of its own phases; it waits for no other."""
-    return summarize(rank, [record_of(n, {**of, "wait": 1e-3}) for n, of in enumerate(own_s)])
+    return RankSummary.of(rank, [record_of(n, {**of, "wait": 1e-3}) for n, of in enumerate(own_s)])
 
 
 PHASES = ("input", "forward", "backward")
@@ -82,32 +75,19 @@ def test_noise_makes_no_straggler() -> None:
     assert named <= 2
 
 
-def test_monitor_time_is_reported_apart_from_its_rank() -> None:
+def test_monitor_time_is_apart_from_its_rank() -> None:
     def report_of(*monitor_s: float, slow: int | None = None) -> MonitorReport:
         return MonitorReport.of(
             summary_of(r, [{"input": 0.03 if r == slow else 0.01, "monitor": s}] * 9)
             for r, s in enumerate(monitor_s)
         )
 
-    slow_monitor = (
-        "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
-    )
-    none = "no straggler: no rank takes longer for its own part than the others"
+    none = "no straggler: no rank takes longer for its own part than the others, beyond noise"
     slow = "holds the others up by 20.0 ms a step ({}% of it), most of all in input (+20.0 ms)"
-    assert report_of(0.04, 0.02).finding.splitlines()[0] == none
-    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{slow_monitor}others"
-    assert (
-        report_of(0.04, 0.02, 0.02, slow=0).finding
-        == f"rank 0 {slow.format(65)}\n{slow_monitor}others"
-    )
-    slow_monitor = slow_monitor.replace("65%", "39%")  # of a longer median step
-    assert (
-        report_of(0.04, 0.02, 0.02, slow=1).finding
-        == f"rank 1 {slow.format(39)}\n{slow_monitor}others"
-    )
-    assert report_of(1e-4, 0.0).finding == none
-    assert find_slow_monitors([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
-    assert find_slow_monitors([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
+    assert report_of(0.04, 0.02, 0.02).finding == none
+    assert report_of(0.04, 0.02, 0.02, slow=0).finding == f"rank 0 {slow.format(65)}"
+    assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}"
+    assert "40.00 ± 0.00" in str(report_of(0.04, 0.02)).splitlines()[2]
 
 
 def test_half_of_the_ranks_may_be_slow() -> None:
@@ -131,17 +111,12 @@ def test_a_delay_of_one_phase_is_found_through_the_noise_of_others() -> None:
     assert all(ranks in ([], [1]) for ranks in found)
 
 
-def test_a_delay_within_noise_is_not_certain() -> None:
-    """It is no straggler, and the ranks are not alike either."""
+def test_a_delay_within_noise_makes_no_straggler() -> None:
     noise_s = (-0.03, 0.03, -0.01, 0.02, -0.02, 0.01, 0.0, 0.03, -0.03)
     ranks = [summary_of(r, [{"forward": 0.1 + 0.01 * r + of} for of in noise_s]) for r in range(2)]
     report = MonitorReport.of(ranks)
     assert report.stragglers == ()
-    assert [(one.rank, one.phase) for one in find_suspects(ranks)] == [(1, "forward")]
-    assert report.finding == (
-        "not certain: rank 1 may hold the others up by 10.0 ms a step (9% of it), which is within "
-        "the noise of 9 steps"
-    )
+    assert report.finding.endswith("than the others, beyond noise")
 
 
 def test_a_report_has_a_short_repr_and_html() -> None:
@@ -196,7 +171,7 @@ def test_a_tenth_of_a_millisecond_makes_no_straggler() -> None:
 def test_different_steps_are_not_compared() -> None:
     def steps_of(rank: int, first: int) -> RankSummary:
         phases_s = {"forward": 0.01 + rank, "wait": 1e-3}
-        return summarize(rank, [record_of(n, phases_s) for n in range(first, first + 10)])
+        return RankSummary.of(rank, [record_of(n, phases_s) for n in range(first, first + 10)])
 
     report = MonitorReport.of([steps_of(0, 0), steps_of(1, 10), steps_of(2, 0)])
     assert report.stragglers == ()
@@ -218,7 +193,7 @@ def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: A
     found = find_stragglers([summary_of(r, of) for r, of in enumerate(steps)])
     scaled = [[{p: s * factor for p, s in step.items()} for step in of] for of in steps]
     others = [
-        summarize(r, [record_of(n, {**of, "wait": 1e-3 * factor}) for n, of in enumerate(own)])
+        RankSummary.of(r, [record_of(n, {**of, "wait": 1e-3 * factor}) for n, of in enumerate(own)])
         for r, own in enumerate(scaled)
     ]
     random.shuffle(others)
@@ -231,8 +206,6 @@ def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: A
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=9))
-def test_a_spread_is_robust_and_travels(seconds: list[float]) -> None:
-    spread = RobustStats.of(seconds)
-    assert min(seconds) <= spread.median_s <= max(seconds) == spread.most_s
-    summary = summary_of(3, [{"forward": s} for s in seconds])
-    assert RankSummary.from_json(summary.to_json(), 3) == summary
+def test_statistics_are_robust(seconds: list[float]) -> None:
+    stats = RobustStats.of(seconds)
+    assert min(seconds) <= stats.median_s <= max(seconds) == stats.most_s

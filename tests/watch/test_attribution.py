@@ -109,7 +109,7 @@ def watched_once(rank: int, transport: str, slow: int, where: str) -> Any:
         step = sync.value_and_grad(loss, with_info=True)
         step(mlp(), batch(rank, 0))
         HERE["where"] = where if slow == rank else ""
-        monitor = fddp.Monitor(sync)
+        monitor = fddp.watch.Monitor(sync)
         for number in range(STEPS):
             pause("input")
             with monitor.phase("update"):
@@ -151,7 +151,7 @@ def wrapped(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> Any
         model = fddp.DistributedDataParallel(Slow())
         assert model.sync_info is None
         HERE["where"] = where if slow == rank else ""
-        monitor = fddp.Monitor(model)
+        monitor = fddp.watch.Monitor(model)
         for number in range(STEPS + 5):  # beyond those that DDP's log takes
             with model.no_sync():
                 model(batch(rank, number)).square().mean().backward()

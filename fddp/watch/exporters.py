@@ -1,17 +1,13 @@
-"""Exporters of a `Monitor`'s observations to Prometheus and TensorBoard.
-
-Each needs its library (`pip install fddp[watch]`), imported when the exporter is created.
-"""
+"""Exporters of a `Monitor`'s observations to Prometheus and TensorBoard."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fddp.telemetry.report import MonitorReport
-from fddp.telemetry.step_info import SyncInfo
-from fddp.telemetry.stragglers import StepRecord
+from fddp import SyncInfo
+from fddp.watch.phases import StepRecord
+from fddp.watch.report import MonitorReport
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -31,7 +27,7 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
         ...     grads = {"w": torch.tensor([3.0, 4.0])}
         ...     with fddp.GradSync(grads, group=group) as sync:
         ...         _, info = sync(grads, with_info=True)
-        ...         monitor = fddp.Monitor(sync)
+        ...         monitor = fddp.watch.Monitor(sync)
         ...         monitor.observe(info)
         ...         return step_figures(info, monitor.steps[-1])
         >>> figures = fddp.loopback(1, figures)[0]
@@ -52,21 +48,13 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
 
 
 def report_figures(report: MonitorReport) -> dict[str, float]:
-    """Return the numbers of a report by name: each rank's median per phase, and each straggler's
-    delay.
-
-    Example:
-        >>> from fddp.telemetry.stragglers import summarize
-        >>> from fddp.core.timeline import StepTimes
-        >>> steps = [StepRecord(0, {"forward": 0.5}, StepTimes((), 1.0, 2.0, 3.0))]
-        >>> report_figures(MonitorReport.of([summarize(0, steps)]))
-        {'rank0/forward_s': 0.5, 'rank0/step_s': 0.5, 'rank0/behind_s': 0.0}
-    """
+    """Return the numbers of a report by name: each rank's median per phase, such as
+    "rank0/forward_s" and "rank0/step_s", and the delay of each straggler, "rank0/behind_s"."""
     figures: dict[str, float] = {}
     behind = {one.rank: one.behind_s for one in report.stragglers}
     for rank in report.ranks:
-        spreads = {**rank.phases, "step": rank.step}
-        figures |= {f"rank{rank.rank}/{name}_s": of.median_s for name, of in spreads.items()}
+        stats = {**rank.phases, "step": rank.step}
+        figures |= {f"rank{rank.rank}/{name}_s": of.median_s for name, of in stats.items()}
         figures[f"rank{rank.rank}/behind_s"] = behind.get(rank.rank, 0.0)
     return figures
 
@@ -82,26 +70,17 @@ class TensorBoard:
     """Writes each step and each report as TensorBoard scalars.
 
     Args:
-        to: a `SummaryWriter`, which its owner closes, or a directory to write to.
+        writer: a `SummaryWriter`, which its owner closes.
         prefix: first component of each tag.
 
     Raises:
-        ImportError: tensorboard is missing, and `to` is a directory.
-        TypeError: `to` is neither.
+        TypeError: `writer` writes no scalars.
     """
 
-    def __init__(self, to: ScalarWriter | str | os.PathLike[str], *, prefix: str = "fddp") -> None:
-        if isinstance(to, str | os.PathLike):
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError(
-                    "scalars for TensorBoard need tensorboard: pip install fddp[watch]"
-                ) from error
-            to = cast(ScalarWriter, SummaryWriter(os.fspath(to)))
-        if not callable(getattr(to, "add_scalar", None)):
-            raise TypeError(f"TensorBoard takes a SummaryWriter or a directory, got {to!r:.80}")
-        self._writer = to
+    def __init__(self, writer: ScalarWriter, *, prefix: str = "fddp") -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"TensorBoard takes a SummaryWriter, got {writer!r:.80}")
+        self._writer = writer
         self._prefix = prefix
         self._step = 0
 
@@ -130,7 +109,7 @@ class Prometheus:
         registry: registry of prometheus_client; None for its default.
 
     Raises:
-        ImportError: prometheus_client is missing.
+        ImportError: prometheus_client is missing (`pip install fddp[watch]`).
     """
 
     def __init__(self, rank: int, *, registry: CollectorRegistry | None = None) -> None:
@@ -145,22 +124,20 @@ class Prometheus:
             to = client.REGISTRY if registry is None else registry
             return kind(f"fddp_{name}", text, ["rank", *labels], registry=to, **more)
 
+        counter, gauge = client.Counter, client.Gauge
         self._rank = str(rank)
-        self._exported: set[tuple[str, str]] = set()  # ranks and phases of the last report
-        self._steps = metric(client.Counter, "steps", "Synchronised steps.")
-        text = "Steps that all ranks skipped."
-        self._skipped = metric(client.Counter, "skipped_steps", text)
-        text = "Buckets reduced a second time."
-        self._repaired = metric(client.Counter, "repaired_buckets", text)
+        self._steps = metric(counter, "steps", "Synchronised steps.")
+        self._skipped = metric(counter, "skipped_steps", "Steps that all ranks skipped.")
+        self._repaired = metric(counter, "repaired_buckets", "Buckets reduced a second time.")
         text = "Duration of each phase of a step on this rank."
         self._phases = metric(client.Histogram, "phase_seconds", text, "phase", buckets=_SECONDS)
-        self._norm = metric(client.Gauge, "grad_norm", "L2 norm of the newest gradients.")
+        self._norm = metric(gauge, "grad_norm", "L2 norm of the newest gradients.")
         text = "Share of communication overlapped with backward in the newest step."
-        self._hidden = metric(client.Gauge, "hidden_ratio", text)
+        self._hidden = metric(gauge, "hidden_ratio", text)
         text = "Median duration of a phase on any rank, from the newest report."
-        self._medians = metric(client.Gauge, "phase_median_seconds", text, "of_rank", "phase")
+        self._medians = metric(gauge, "phase_median_seconds", text, "of_rank", "phase")
         text = "Seconds per step by which a rank delays the others, from the newest report."
-        self._behind = metric(client.Gauge, "straggler_behind_seconds", text, "of_rank")
+        self._behind = metric(gauge, "straggler_behind_seconds", text, "of_rank")
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
         """Record one step of this rank."""
@@ -174,14 +151,10 @@ class Prometheus:
 
     def report(self, report: MonitorReport) -> None:
         """Record a report on all ranks. Ranks and phases missing from it are no longer served."""
+        self._medians.clear()
+        self._behind.clear()
         behind = {one.rank: one.behind_s for one in report.stragglers}
-        current = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
-        for gone in self._exported - current:
-            self._medians.remove(self._rank, *gone)
-        for gone_rank in {rank for rank, _ in self._exported} - {rank for rank, _ in current}:
-            self._behind.remove(self._rank, gone_rank)
-        self._exported = current
         for rank in report.ranks:
-            for phase, spread in rank.phases.items():
-                self._medians.labels(self._rank, str(rank.rank), phase).set(spread.median_s)
+            for phase, stats in rank.phases.items():
+                self._medians.labels(self._rank, str(rank.rank), phase).set(stats.median_s)
             self._behind.labels(self._rank, str(rank.rank)).set(behind.get(rank.rank, 0.0))
