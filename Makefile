@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick bits demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick nightly bits demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -25,6 +25,12 @@ test: lint
 # Those that start no process and compile nothing.
 quick: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist worksteal -m quick
+
+# What `make test` has a sample of, and ten times as many examples of each property; then all that has
+# a target of its own. Some two hours.
+nightly: $(INSTALLED)
+	EXAMPLES=10 $(RUN) -m pytest -n 2 --dist worksteal --timeout 1800 -m "nightly or hypothesis"
+	$(MAKE) torch-tests chaos disagree sanitize fuzz integrations matrix
 
 demo: $(INSTALLED)
 	$(BIN)/python -m fddp demo

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from tests.support.examples import USUAL, examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +24,10 @@ pytest_plugins = [
     "tests.support.optional",
 ]
 
-# Ranks share the cores, so that the time one example takes says nothing about it.
-settings.register_profile("fddp", deadline=None)
+# Ranks and programs share the cores, so that the time an example takes says nothing about it.
+settings.register_profile(
+    "fddp", examples(USUAL), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("fddp")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.support import commands as cli
 from tests.support.commands import refused
+from tests.support.programs import run_python
 
 SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
 
@@ -120,10 +120,7 @@ def test_help(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("module", ["fddp", "benchmarks"])
 def test_command_runs_as_a_module(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--no-such-option"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
+    done = run_python("-m", module, "--no-such-option", code=2)
     assert done.stdout == ""
     assert done.stderr.startswith(f"python -m {module}")
     assert done.stderr.count("\n") == 1

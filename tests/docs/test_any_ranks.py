@@ -17,6 +17,7 @@ def trained(rank: int, world_size: int, folder: str, steps: int) -> str:
     return any_ranks.train(Path(folder), steps)
 
 
+@pytest.mark.nightly
 def test_other_numbers_of_ranks_cost_no_bits(ranks: RankPool, tmp_path: Path) -> None:
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     whole.mkdir()

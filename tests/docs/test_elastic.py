@@ -33,7 +33,7 @@ def asked(kills: int) -> argparse.Namespace:
     return argparse.Namespace(ranks=2, kills=kills, steps=STEPS, seed=SEED, top_k=None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_ranks_cost_no_bits(
     ranks: RankPool, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +58,7 @@ def test_killed_ranks_cost_no_bits(
     assert elastic.show(asked(2), folder, disturbed, [0, 1]) == 1
 
 
-@pytest.mark.parametrize("fraction", [None, 0.25])
+@pytest.mark.parametrize("fraction", [pytest.param(None, marks=pytest.mark.nightly), 0.25])
 def test_a_run_in_two_parts_is_a_run(
     ranks: RankPool, folder: Path, tmp_path: Path, fraction: float | None
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_missing_kill_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
 # torchft
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_under_torchft(capfd: pytest.CaptureFixture[str]) -> None:
     """One is killed and started again; all end with the same bits."""
     pytest.importorskip("torchft", reason="torchft is not installed; docs/going_on.md has a run")

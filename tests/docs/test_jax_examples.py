@@ -14,7 +14,7 @@ from tests.support.pages import run_script
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
 
-NAMES = ("jax_digits", "mixed")
+NAMES = (pytest.param("jax_digits", marks=pytest.mark.nightly), "mixed")
 
 
 def run(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Report:
@@ -34,6 +34,7 @@ def test_ranks_match_one_process(ranks: RankPool, name: str) -> None:
         assert len(report.checks) >= 2
 
 
+@pytest.mark.nightly
 def test_torch_on_several_ranks_and_jax_on_one(ranks: RankPool) -> None:
     for report in ranks.run(3, run, "mixed", {"epochs": 1}):
         assert report.passed, report.checks

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,10 @@ import pytest
 import torch
 
 import fddp
+from tests.support.commands import main
 from tests.support.models import same_bits
 from tests.support.pages import ROOT, commands, read, run_script
+from tests.support.programs import run_program
 
 PAGE = "README.md"
 
@@ -35,13 +35,13 @@ def test_loop_runs_as_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(PAGE))
-def test_shell_commands(command: str) -> None:
+def test_shell_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     match words:
         case ["make", target]:
-            subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+            run_program("make", "--dry-run", target)
         case ["python" | ".venv/bin/python", "-m", "fddp" | "benchmarks", *_]:
-            _check_options(words)
+            _check_options(words, capsys)
         case ["pip", "install", *options, source]:
             _check_install(source, options)
         case ["torchrun", "--nproc-per-node", "2", "train.py"]:
@@ -52,10 +52,11 @@ def test_shell_commands(command: str) -> None:
             pytest.fail(f"no check for the command {command!r}")
 
 
-def _check_options(words: list[str]) -> None:
-    printed = subprocess.run(
-        [sys.executable, *words[1:4], "--help"], check=True, capture_output=True, text=True
-    ).stdout
+def _check_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench"] if words[2] == "benchmarks" else words[3:4]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*command, "--help"])
+    printed = capsys.readouterr().out
     assert not [word for word in words if word.startswith("--") and word not in printed]
 
 

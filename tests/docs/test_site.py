@@ -15,8 +15,8 @@ import fddp.jax
 import fddp.testing
 import fddp.viz
 from fddp import averaging, hooks
-from tests.support.commands import run_python
 from tests.support.pages import ROOT, read
+from tests.support.programs import run_python
 
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 DIRECTIVE = re.compile(r"^\.\. auto\w+:: (fddp\.[\w.]+)$", re.MULTILINE)
@@ -88,12 +88,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {"../notebooks/*", "../CONTRIBUTING", "../CHANGELOG"} <= listed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="pip install fddp[docs]")
     strict = ["--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
-    done = run_python("-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path))
     gradients = (tmp_path / "docs/reference/gradients.html").read_text("utf-8")
     assert 'id="fddp.GradSync.value_and_grad"' in gradients
     found = (tmp_path / "searchindex.js").read_text("utf-8")
@@ -104,12 +103,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "straggler" in index["terms"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
     """The script runs, and its picture has the parts of the one that is kept."""
     out = tmp_path / "timelines.svg"
-    done = run_python("docs/images/timelines.py", str(out), "--steps", "2", "--width", "256")
-    assert done.returncode == 0, done.stderr
+    run_python("docs/images/timelines.py", str(out), "--steps", "2", "--width", "256")
     recorded, kept = out.read_text("utf-8"), read("docs/images/timelines.svg")
     for svg in (recorded, kept):
         assert ElementTree.fromstring(svg).tag.endswith("svg")

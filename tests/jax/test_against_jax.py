@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from torch.func import grad, jvp
 import fddp
 from tests.support import jax_reference
 from tests.support.jax_reference import INVARIANT, ROOT, WIDTH, inputs
-from tests.support.polling import HANG_S
+from tests.support.programs import run_python
 from tests.support.ranks import RankPool
 
 WORLD_SIZE = 3
@@ -48,17 +45,11 @@ SHARES = {
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("jax") / "reference"
     environment = {
-        **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={WORLD_SIZE}",
         "JAX_ENABLE_X64": "1",
         "JAX_PLATFORMS": "cpu",
     }
-    subprocess.run(
-        [sys.executable, jax_reference.__file__, str(WORLD_SIZE), str(path)],
-        env=environment,
-        check=True,
-        timeout=HANG_S,
-    )
+    run_python(jax_reference.__file__, str(WORLD_SIZE), str(path), env=environment)
     found: dict[str, Any] = pickle.loads(Path(path).read_bytes())
     return found
 

@@ -39,7 +39,7 @@ def _is_quick(item: pytest.Item) -> bool:
         return not any(name in source for name in ("compile", "jax", "subprocess"))
     if not isinstance(item, pytest.Function):
         return False
-    if item.get_closest_marker("slow") is not None:
+    if any(item.get_closest_marker(name) is not None for name in ("slow", "nightly")):
         return False
     params = item.callspec.params if hasattr(item, "callspec") else {}
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]

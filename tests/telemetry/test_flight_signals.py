@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fddp
-from tests.support.polling import HANG_S
+from tests.support.programs import run_python
 
 # Forks of one process, each of which gets its signal in its own way.
 ENDINGS = """
@@ -114,8 +114,7 @@ for name, way in ways.items():
 def test_previous_signal_disposition_is_kept(tmp_path: Path) -> None:
     """The exit code is the signal's, negative; 7 is that of a process that goes on, and 2 that of a
     KeyboardInterrupt."""
-    command = [sys.executable, "-c", ENDINGS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = run_python("-c", ENDINGS, str(tmp_path))
     assert done.stdout.splitlines() == [
         "SIGTERM -15 .json .txt",
         "SIGHUP -1 .json .txt",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from hypothesis import strategies as st
 
 import fddp
 from fddp.tree.pytree import flatten, insertion_order, tree_map
-from tests.support.polling import HANG_S
+from tests.support.programs import run_python
 from tests.support.ranks import RankPool
 
 
@@ -226,4 +224,4 @@ fddp.loopback(2, train)
 loaded = [name for name in ("jax", "jaxlib", "optax", "flax", "equinox") if name in sys.modules]
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)
+    run_python("-c", script)

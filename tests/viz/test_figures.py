@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from itertools import pairwise
 
@@ -29,6 +28,7 @@ from fddp.viz import (
     plot_timeline,
     plot_virtual_ranks,
 )
+from tests.support.programs import run_python
 
 MIB = 2**20
 
@@ -357,7 +357,7 @@ def test_pyplot_is_not_used_and_imports_are_lazy() -> None:
         "assert 'matplotlib' in sys.modules\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    run_python("-c", script)
 
 
 @pytest.mark.parametrize(

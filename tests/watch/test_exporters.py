@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from fddp.watch import (
     report_figures,
     step_figures,
 )
+from tests.support.programs import run_python
 
 STEPS = 4
 
@@ -104,14 +104,7 @@ def test_tensorboard_reads_the_observations_and_is_imported_late(
         "assert norms == [(n, 5.0) for n in range(4)], norms\n"
         "assert [e.step for e in read.Scalars('fddp/rank0/forward_s')] == [3]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", script, str(tmp_path))
 
 
 def test_any_writer_of_scalars_serves() -> None:
