@@ -262,22 +262,6 @@ def test_sparse_buckets_only() -> None:
     assert schedule.sequence == ()
 
 
-def test_large_buckets_are_cut() -> None:
-    plan = plan_of(("a", "float32"), ("b", "float64"), numel=10)
-    schedule = make_schedule(plan, GRID, algorithm="hierarchical", split_mb=2.0**-16)  # 16 bytes
-    pieces = {
-        b: [
-            (op.region.start, op.region.stop)
-            for op in schedule.ops
-            if (op.kind, op.bucket, op.when) == ("reduce_scatter", b, "always")
-        ]
-        for b in (0, 1)
-    }
-    assert pieces == {0: [(0, 3), (3, 6), (6, 9), (9, 12)], 1: [(0, 3), (3, 6), (6, 9), (9, 12)]}
-    packs = [op for op in schedule.ops if op.kind == "pack" and op.when == "always"]
-    assert [op.region for op in packs] == [whole(12)] * 2, "gradients come at once"
-
-
 @given(st.integers(0, 50), st.integers(1, 200), st.integers(2, 6))
 def test_pieces_are_as_small_as_they_may_be(numel: int, split_bytes: int, ranks: int) -> None:
     plan = plan_of(("a", "float32"), numel=numel)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.check import check_schedule, forms
@@ -17,7 +17,7 @@ from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.op import Op, Region, are_ops, op_problem
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
-from tests.support.mutants import BASES, mutants
+from tests.support.examples import examples
 from tests.support.schedules import built, chains, problem_of, without
 
 # Of sizes that can be cut into eight equal chunks: padding would add forms.
@@ -57,19 +57,10 @@ def changed(draw: st.DrawFn) -> Schedule:
     return dataclasses.replace(schedule, ops=tuple(ops))
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.one_of(changed(), chains()))
 def test_the_verdict_is_that_of_execution(schedule: Schedule) -> None:
     assert problem_of(schedule) == problem_by_execution(schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BASES)
-def test_no_wrong_mutant_is_proved_by_forms(name: str) -> None:
-    assert is_proved_by_forms(BASES[name])
-    for change, mutant in mutants(BASES[name]):
-        if is_proved_by_forms(mutant):
-            assert problem_by_execution(mutant) is None, change
 
 
 def test_buckets_of_one_form_are_executed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,38 +94,6 @@ def test_a_rebuilt_schedule_is_not_executed_again(
     assert len(REBUILT.buckets) != len(PLAN.buckets)
     check_schedule(make_schedule(REBUILT, TOPOLOGY, algorithm=algorithm))
     assert executed == []
-
-
-@pytest.mark.parametrize("algorithm", ["all_reduce", "hierarchical", "reduce_scatter"])
-def test_a_rebuilt_schedule_with_a_fault_is_refused(algorithm: Any) -> None:
-    check_schedule(make_schedule(PLAN, TOPOLOGY, algorithm=algorithm))
-    rebuilt = make_schedule(REBUILT, TOPOLOGY, algorithm=algorithm)
-    check_schedule(rebuilt)
-    for position, op in enumerate(rebuilt.ops):
-        if op.bucket != 5:
-            continue
-        assert problem_of(without(rebuilt, position)) is not None, rebuilt.describe(position)
-        longer = op.region._replace(stop=op.region.stop + 1)
-        for broken in (
-            replaced(rebuilt, position, region=longer),
-            replaced(rebuilt, position, deps=()),
-        ):
-            problem = problem_of(broken)
-            assert problem == problem_by_execution(broken)
-            # A buffer may be larger than what is used of it, and packing may come first.
-            assert problem is not None or op.kind == "pack", rebuilt.describe(position)
-    # Bounds of the buckets before the plan was rebuilt.
-    stale = make_schedule(PLAN, TOPOLOGY, algorithm=algorithm)
-    shorter = dataclasses.replace(
-        stale, plan=REBUILT, wire_dtypes=rebuilt.wire_dtypes, ops=stale.ops
-    )
-    assert problem_of(shorter) is not None
-
-
-def replaced(schedule: Schedule, position: int, **fields: Any) -> Schedule:
-    ops = list(schedule.ops)
-    ops[position] = ops[position]._replace(**fields)
-    return dataclasses.replace(schedule, ops=tuple(ops))
 
 
 def test_order_through_another_bucket_is_found_by_execution() -> None:

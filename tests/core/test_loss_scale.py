@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +15,6 @@ import fddp
 from fddp.core.numerics.loss_scale import LossScale, next_loss_scale
 from fddp.tree.pytree import flatten
 from tests.support.models import rand, same_bits
-from tests.support.ranks import RankPool
 
 WIDTH, STEPS = 12, 50
 OVERFLOWS = {3, 17, 18, 40}
@@ -142,14 +140,15 @@ def half(tree: Any) -> Any:
     return fddp.tree_map(lambda leaf: leaf.to(torch.float16), tree)
 
 
-def train_with_loss_scale(rank: int, world_size: int, policy: Any, algorithm: Any) -> Any:
+def train_with_loss_scale(group: Any, policy: Any, algorithm: Any) -> Any:
     """50 steps with fddp's loss scale; what it was in each, and the parameters."""
     params, scale, factors = start(), LossScale(2.0**8), []
-    with fddp.GradSync(half(params), algorithm=algorithm, nonfinite=policy) as sync:
+    options = {"algorithm": algorithm, "nonfinite": policy}
+    with fddp.GradSync(half(params), group=group, **options) as sync:
         call = sync.reduce_scatter if algorithm == "reduce_scatter" else sync
         for step in range(STEPS):
             factors.append(scale.factor)
-            grads, info = call(scaled_grads(params, rank, step, scale.factor), with_info=True)
+            grads, info = call(scaled_grads(params, group.rank, step, scale.factor), with_info=True)
             if info.all_finite:
                 if algorithm == "reduce_scatter":
                     grads = sync.all_gather(grads)
@@ -164,8 +163,8 @@ def train_with_loss_scale(rank: int, world_size: int, policy: Any, algorithm: An
     ("policy", "algorithm"),
     [("propagate", "all_reduce"), ("skip", "all_reduce"), ("skip", "reduce_scatter")],
 )
-def test_ranks_halve_and_skip_alike(ranks: RankPool, policy: Any, algorithm: Any) -> None:
-    runs = ranks.run(2, train_with_loss_scale, policy, algorithm)
+def test_ranks_halve_and_skip_alike(policy: Any, algorithm: Any) -> None:
+    runs = fddp.loopback(2, train_with_loss_scale, policy, algorithm)
     factors, params = runs[0]
     assert runs[1][0] == factors
     assert same_bits([params, runs[1][1]])
@@ -190,12 +189,12 @@ def alone(factors: list[float]) -> dict[str, Tensor]:
 # torch.amp.GradScaler
 
 
-def with_scaler(rank: int, world_size: int, algorithm: Any) -> Any:
+def with_scaler(group: Any, algorithm: Any) -> Any:
     """Its scale in each step, whether it found infinity, and the parameters."""
     shards = algorithm == "reduce_scatter"
-    policy: Any = "skip" if shards else "propagate"
+    options: Any = {"algorithm": algorithm, "nonfinite": "skip" if shards else "propagate"}
     found = []
-    with fddp.GradSync(half(start()), algorithm=algorithm, nonfinite=policy) as sync:
+    with fddp.GradSync(half(start()), group=group, **options) as sync:
         own = sync.shard(half(start())) if shards else start()
         params = {name: torch.nn.Parameter(leaf.float()) for name, leaf in own.items()}
         optimizer = torch.optim.SGD(params.values(), lr=0.05)
@@ -207,7 +206,7 @@ def with_scaler(rank: int, world_size: int, algorithm: Any) -> Any:
             whole = (
                 fddp.tree_map(torch.Tensor.float, sync.all_gather(half(held))) if shards else held
             )
-            grads = scaled_grads(whole, rank, step, scale)
+            grads = scaled_grads(whole, group.rank, step, scale)
             if shards:
                 mean, info = sync.reduce_scatter(grads, with_info=True)
                 if info.skipped:
@@ -229,8 +228,8 @@ def with_scaler(rank: int, world_size: int, algorithm: Any) -> Any:
 
 
 @pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_grad_scaler_finds_the_same_on_all_ranks(ranks: RankPool, algorithm: Any) -> None:
-    (found, params), (others, theirs) = ranks.run(2, with_scaler, algorithm)
+def test_grad_scaler_finds_the_same_on_all_ranks(algorithm: Any) -> None:
+    (found, params), (others, theirs) = fddp.loopback(2, with_scaler, algorithm)
     assert found == others
     assert same_bits([params, theirs])
     assert {step for step, (_, inf) in enumerate(found) if inf} == OVERFLOWS
@@ -238,7 +237,7 @@ def test_grad_scaler_finds_the_same_on_all_ranks(ranks: RankPool, algorithm: Any
         assert (found[step + 1][0] < found[step][0]) == (step in OVERFLOWS)
 
 
-def parted(rank: int, world_size: int) -> Any:
+def parted(group: Any) -> Any:
     """Without a policy, an overflow shows only where the shard is that it is in."""
     grads = {"w": torch.full((4,), 1.0, dtype=torch.float16)}
     grads["w"][-1] = 40000.0
@@ -250,12 +249,11 @@ def parted(rank: int, world_size: int) -> Any:
     )
     seen = []
     for policy in ("propagate", "skip"):
-        with fddp.GradSync(schedule, nonfinite=policy) as sync:
+        with fddp.GradSync(schedule, group=group, nonfinite=policy) as sync:
             _, info = sync.reduce_scatter(grads, with_info=True)
             seen.append(info.all_finite)
     return seen
 
 
-def test_ranks_diverge_over_shards_without_a_policy(ranks: RankPool) -> None:
-    assert ranks.run(2, parted) == [[True, False], [False, False]]
-    assert not dist.is_initialized()
+def test_ranks_diverge_over_shards_without_a_policy() -> None:
+    assert fddp.loopback(2, parted) == [[True, False], [False, False]]

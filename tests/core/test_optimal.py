@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, plan_leaves
@@ -22,6 +22,7 @@ from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets, plan_optimal
+from tests.support.examples import examples
 
 TWO = Topology(world=2)
 DDP_CAPS_BYTES = (2**20, 25 * 2**20)
@@ -87,7 +88,7 @@ def problems(draw: st.DrawFn, most: int = 7) -> tuple[list[LeafSpec], list[int],
     return leaves, draw(st.permutations(range(count))), [draw(moments) for _ in range(count)]
 
 
-@settings(max_examples=150)
+@examples(60)
 @given(problems(), costs, st.integers(1, 5))
 def test_as_good_as_brute_force(problem: Any, cost: CostModel, ranks: int) -> None:
     leaves, offered, ready_s = problem
@@ -98,18 +99,18 @@ def test_as_good_as_brute_force(problem: Any, cost: CostModel, ranks: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_as_good_as_brute_force_for_twelve_leaves(seed: int) -> None:
+def test_as_good_as_brute_force_for_ten_leaves(seed: int) -> None:
     rng = np.random.default_rng(seed)
     leaves = [
         LeafSpec(f"leaf{i:02}", (int(n),), "float32")
-        for i, n in enumerate(rng.integers(0, 100_000, 12))
+        for i, n in enumerate(rng.integers(0, 100_000, 10))
     ]
-    ready_s = np.sort(rng.random(12)).tolist()[::-1]
+    ready_s = np.sort(rng.random(10)).tolist()[::-1]
     cost = CostModel([0.02, 0.002, 0.0][seed], 1e-6, overlap=[1.0, 0.5, 0.7][seed])
     target = Target(cost, TWO)
-    plan = optimal_plan(leaves, list(range(12)), ready_s, target)
-    best_s = brute_force_s(leaves, ready_order(list(range(12)), ready_s), ready_s, target)
-    assert 1 < len(plan.buckets) < 12
+    plan = optimal_plan(leaves, list(range(10)), ready_s, target)
+    best_s = brute_force_s(leaves, ready_order(list(range(10)), ready_s), ready_s, target)
+    assert 1 < len(plan.buckets) < 10
     assert step_s(plan, ready_s, target) == pytest.approx(best_s, rel=1e-12)
 
 
@@ -137,8 +138,6 @@ def mixed_problems(draw: st.DrawFn) -> tuple[list[LeafSpec], list[int], list[flo
     return leaves, draw(st.permutations(range(len(leaves)))), ready_s, target
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
 @given(mixed_problems())
 def test_never_worse_than_ddp(problem: Any) -> None:
     leaves, offered, ready_s, target = problem
@@ -152,7 +151,7 @@ def test_never_worse_than_ddp(problem: Any) -> None:
     assert again.digest == plan.digest
 
 
-@settings(max_examples=60)
+@examples(25)
 @given(problems(most=4), problems(most=4), costs)
 def test_boundaries_between_two_dtypes_are_optimal(one: Any, other: Any, cost: Any) -> None:
     leaves = [leaf._replace(sparse=False) for leaf in one[0]]

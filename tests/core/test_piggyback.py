@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
 from tests.support.collectives import record_issued
+from tests.support.examples import examples
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
 
@@ -31,14 +32,12 @@ def one_small(group: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("dtype", "tail"), [(torch.float32, 197), (torch.float64, 14)])
-def test_one_small_tensor_takes_one_collective(
-    launch: Launch, dtype: torch.dtype, tail: int
-) -> None:
+def test_one_small_tensor_takes_one_collective(dtype: torch.dtype, tail: int) -> None:
     """The order of arrival rides, too, since the plan may be rebuilt."""
-    assert launch(2, one_small, dtype) == [[("all_reduce", 4 + tail)] * 3] * 2
+    assert fddp.loopback(2, one_small, dtype) == [[("all_reduce", 4 + tail)] * 3] * 2
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(
     st.lists(st.floats(0.0, 1e30), min_size=2, max_size=4).filter(any),
     st.sampled_from([torch.float32, torch.float64]),

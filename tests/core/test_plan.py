@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
-import subprocess
-import sys
-from collections import Counter
 from typing import Any
 
 import jax
@@ -22,10 +18,10 @@ from hypothesis import strategies as st
 
 from fddp.core.plan.bucket import assign_buckets
 from fddp.core.plan.leaf import are_leaves, is_counts, leaf_problem
-from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, plan_leaves, rebucket
+from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves, rebucket
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets
-from tests.support.polling import HANG_S
+from tests.support.examples import examples
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 MIB_BYTES = 1024 * 1024
@@ -97,40 +93,10 @@ def test_plans_survive_json_pickle_and_rebucketing(offer: Any) -> None:
     )
 
 
-def assigned_one_by_one(
-    leaves: list[LeafSpec], order: list[int], caps_bytes: tuple[int, ...]
-) -> list[Bucket]:
-    """Reference of `assign_buckets`: one leaf after the other."""
-    buckets: list[Bucket] = []
-    members: dict[tuple[str, str], list[int]] = {}  # of the open bucket of a dtype and device
-    closed: Counter[tuple[str, str]] = Counter()
-    last_cap = len(caps_bytes) - 1
-    for leaf in order:
-        spec = leaves[leaf]
-        if spec.sparse:
-            buckets.append(Bucket.of(leaves, [leaf], 0))
-            continue
-        kind = spec.dtype, spec.device
-        # Inserted anew, so that open buckets stay in the order of their last leaf.
-        own = members[kind] = [*members.pop(kind, []), leaf]
-        cap_bytes = caps_bytes[min(closed[kind], last_cap)]
-        if sum(leaves[member].nbytes for member in own) >= cap_bytes:
-            buckets.append(Bucket.of(leaves, members.pop(kind), cap_bytes))
-            closed[kind] += 1
-    for kind, own in members.items():
-        buckets.append(Bucket.of(leaves, own, caps_bytes[min(closed[kind], last_cap)]))
-    return buckets
-
-
-@given(offers(), st.booleans())
-def test_assignment_is_that_of_one_leaf_after_the_other(offer: Any, is_huge: bool) -> None:
-    leaves, order, caps_bytes = offer
-    if is_huge:  # beyond 64 bits in sum
-        leaves = [leaf._replace(shape=(2**58, *leaf.shape[:1])) for leaf in leaves]
-        caps_bytes = (*caps_bytes, 2**61, 2**63 - 1)
-    assert assign_buckets(leaves, order, caps_bytes) == assigned_one_by_one(
-        leaves, order, caps_bytes
-    )
+def test_sizes_may_exceed_64_bits_in_sum() -> None:
+    leaves = [LeafSpec(name, (2**58,), "float64") for name in "abcde"]
+    closed, left = assign_buckets(leaves, range(5), [2**63 - 1])
+    assert (closed.leaves, left.leaves) == ((0, 1, 2, 3), (4,))
 
 
 @given(
@@ -150,12 +116,6 @@ def test_assignment_is_that_of_one_leaf_after_the_other(offer: Any, is_huge: boo
 )
 def test_leaves_are_judged_together_as_one_by_one(leaves: list[Any]) -> None:
     assert are_leaves(leaves) == all(leaf_problem(leaf) is None for leaf in leaves)
-
-
-@given(offers())
-def test_leaves_of_plans_have_no_problem(offer: Any) -> None:
-    leaves, _, _ = offer
-    assert are_leaves(leaves)
 
 
 @given(
@@ -283,24 +243,11 @@ def test_plans_made_by_hand_are_judged(fields: dict[str, Any], message: str) -> 
         dataclasses.replace(small_plan(), **fields)
 
 
-def test_digest_is_pinned_and_the_same_in_every_process() -> None:
+def test_digests_are_pinned() -> None:
+    """They are compared between processes, each of which hashes strings in its own way."""
     plan = small_plan()
     assert plan.digest == "2ae256d1beff96f2add7c6948583d1579b2bae775bf19cf84cf164368539ecb7"
     assert plan.shared_digest == "9b74982091be2dab05c7bdc26057de574d41c7a528996e3b85cc48b8948e5c08"
-    code = (
-        "import sys; from fddp.core.plan.plan import BucketPlan; "
-        "plan = BucketPlan.from_json(sys.stdin.read()); print(plan.digest, plan.shared_digest)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        input=plan.to_json(),
-        env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANG_S,
-    )
-    assert said.stdout.split() == [plan.digest, plan.shared_digest]
 
 
 def test_shared_digest_is_over_bucketed_leaves_only() -> None:
@@ -317,51 +264,6 @@ def test_shared_digest_is_over_bucketed_leaves_only() -> None:
         plan_buckets({**bucketed, "d": np.zeros((2, 1), np.float32)}),
     ):
         assert other.shared_digest != plan.shared_digest
-
-
-def mutations(document: Any) -> st.SearchStrategy[Any]:
-    """The document with one value somewhere in it replaced, dropped or repeated."""
-    garbage = st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**70), 2**70),
-        st.floats(),
-        st.text(max_size=4),
-        st.just([]),
-        st.just({}),
-        st.just([[[]]]),
-    )
-    if isinstance(document, list) and document:
-        inside = st.integers(0, len(document) - 1).flatmap(
-            lambda at: mutations(document[at]).map(
-                lambda new: [*document[:at], new, *document[at + 1 :]]
-            )
-        )
-        return st.one_of(inside, garbage, st.just(document[1:]), st.just(document * 2))
-    if isinstance(document, dict):
-        inside = st.sampled_from(sorted(document)).flatmap(
-            lambda name: mutations(document[name]).map(lambda new: {**document, name: new})
-        )
-        without = st.sampled_from(sorted(document)).map(
-            lambda gone: {name: value for name, value in document.items() if name != gone}
-        )
-        return st.one_of(inside, inside, garbage, without, st.just({**document, "more": 1}))
-    return garbage
-
-
-@given(mutations(json.loads(small_plan().to_json())))
-def test_hostile_documents_get_a_value_error(document: Any) -> None:
-    try:
-        plan = BucketPlan.from_json(json.dumps(document))
-    except ValueError:
-        return
-    assert BucketPlan.from_json(plan.to_json()) == plan
-
-
-@given(st.text(max_size=40) | st.just("[" * 100_000) | st.just('{"leaves":' * 20_000))
-def test_hostile_texts_get_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match="plan JSON"):
-        BucketPlan.from_json(text)
 
 
 def test_a_value_error_names_the_field() -> None:
@@ -437,6 +339,7 @@ def test_plans_of_any_library(zeros: Any, device: str) -> None:
     assert plan.caps_bytes == (104, 25 * MIB_BYTES)
 
 
+@examples(25)
 @given(offers(), st.booleans())
 def test_planning_a_tree_of_tensors_is_that_of_torch(offer: Any, as_list: bool) -> None:
     leaves, order, caps_bytes = offer
@@ -515,18 +418,3 @@ def test_a_plan_of_70_billion_parameters_takes_no_memory() -> None:
         }
     plan = plan_buckets(tree)
     assert sum(bucket.numel for bucket in plan.buckets) == 80 * (4 * 8192**2 + 3 * 8192 * 28672)
-
-
-def test_ten_thousand_leaves_go_through_json() -> None:
-    plan = plan_buckets([torch.empty(3, 4, device="meta") for _ in range(10_000)])
-    copy = BucketPlan.from_json(plan.to_json())
-    assert copy == plan
-    assert copy.digest == plan.digest
-
-
-def test_buckets_are_values() -> None:
-    bucket = Bucket((0,), (0,), 3, "complex64", "cpu", 8)
-    assert bucket.nbytes == 24
-    assert bucket == dataclasses.replace(bucket)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        bucket.numel = 4  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.plan.leaf import ITEM_BYTES
@@ -24,6 +24,7 @@ from fddp.core.sim.cost import CostModel
 from fddp.core.sim.simulator import Jitter, simulate
 from fddp.core.timeline import COMPUTE, BucketTimes, Span, StepTimes, Timeline
 from fddp.errors import ScheduleError
+from tests.support.examples import examples
 
 # A plain simulation
 
@@ -285,30 +286,23 @@ def assert_same(timeline: Timeline, plain: Plain) -> None:
     assert np.array(ours) == pytest.approx(np.array(theirs).reshape(-1, 4))
 
 
-@settings(max_examples=200)
-@given(cases())
-def test_like_the_plain_simulation(case: Any) -> None:
-    schedule, cost, ready_s, late = case
-    slow = [1.0] * schedule.topology.world_size
-    timeline = simulate(schedule, cost, ready_s, late=late)
-    assert_same(timeline, Plain(schedule, cost, ready_s, slow, late))
-
-
-@settings(max_examples=200)
-@given(cases(), st.integers(0, 9), st.sampled_from((Jitter(0.5), Jitter(0.1, 0.3, 2.0))))
-def test_like_the_plain_simulation_with_jitter(case: Any, seed: int, jitter: Jitter) -> None:
-    schedule, cost, ready_s, late = case
-    slow = jitter.draw(schedule.topology.world_size, seed).tolist()
-    timeline = simulate(schedule, cost, ready_s, jitter=jitter, seed=seed, late=late)
-    assert len(timeline.rank_steps_s) == schedule.topology.world_size
-    assert_same(timeline, Plain(schedule, cost, ready_s, slow, late))
-
-
-@settings(max_examples=100)
+@examples(200)
 @given(cases(), st.data())
-def test_like_the_plain_simulation_where_written_by_hand(case: Any, data: st.DataObject) -> None:
-    """Operations may come in any order that has what they depend on first."""
+def test_like_the_plain_simulation(case: Any, data: st.DataObject) -> None:
     schedule, cost, ready_s, late = case
+    if data.draw(st.booleans()):
+        schedule = in_another_order(schedule, data)
+    jitter = data.draw(st.sampled_from((None, Jitter(0.5), Jitter(0.1, 0.3, 2.0))))
+    slow = [1.0] * schedule.topology.world_size
+    if jitter is not None:
+        slow = jitter.draw(schedule.topology.world_size, 7).tolist()
+    timeline = simulate(schedule, cost, ready_s, jitter=jitter, seed=7, late=late)
+    assert len(timeline.rank_steps_s) == (1 if jitter is None else len(slow))
+    assert_same(timeline, Plain(schedule, cost, ready_s, slow, late))
+
+
+def in_another_order(schedule: Schedule, data: st.DataObject) -> Schedule:
+    """Operations may come in any order that has what they depend on first."""
     left = set(range(len(schedule.ops)))
     order: list[int] = []
     # The control word decides on repairs, so it stays ahead of them.
@@ -327,10 +321,7 @@ def test_like_the_plain_simulation_where_written_by_hand(case: Any, data: st.Dat
         schedule.ops[i]._replace(deps=tuple(order.index(d) for d in schedule.ops[i].deps))
         for i in order
     )
-    shuffled = dataclasses.replace(schedule, ops=ops)
-    slow = [1.0] * schedule.topology.world_size
-    timeline = simulate(shuffled, cost, ready_s, late=late)
-    assert_same(timeline, Plain(shuffled, cost, ready_s, slow, late))
+    return dataclasses.replace(schedule, ops=ops)
 
 
 # Cases that are easily followed

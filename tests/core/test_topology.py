@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fddp
 from fddp.core.schedule.topology import Topology
-from tests.support.ranks import Launch, RankPool
+from tests.support.ranks import RankPool
 
 topologies = st.dictionaries(
     st.sampled_from(["pod", "host", "local", "core"]), st.integers(1, 4), min_size=1
@@ -88,30 +88,25 @@ def test_errors(make: Callable[[], object], text: str) -> None:
 # From groups
 
 
-def test_of_a_group(launch: Launch) -> None:
-    assert launch(2, Topology.from_group) == [Topology(world=2)] * 2
+def test_of_a_group_of_threads() -> None:
+    assert fddp.loopback(2, Topology.from_group) == [Topology(world=2)] * 2
 
 
-def test_of_a_mesh(ranks: RankPool) -> None:
-    named, unnamed, part = zip(*ranks.run(4, of_meshes), strict=True)
-    assert named == (Topology(host=2, local=2),) * 4
-    assert unnamed == (Topology(dim0=2, dim1=2),) * 4
-    assert part == (Topology(local=2),) * 4
+def test_of_groups_and_meshes(ranks: RankPool) -> None:
+    for rank, (world, part, named, unnamed, one) in enumerate(ranks.run(4, of_meshes)):
+        assert world == Topology(world=4)
+        assert part == Topology(world=1 if rank == 3 else 3)
+        assert named == Topology(host=2, local=2)
+        assert unnamed == Topology(dim0=2, dim1=2)
+        assert one == Topology(local=2)
 
 
 def of_meshes(rank: int, world_size: int) -> Any:
+    some, single = dist.new_group([0, 1, 2]), dist.new_group([3])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
     unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    return [Topology.from_group(m) for m in (mesh, unnamed, mesh["local"])]
-
-
-def test_of_parts_of_the_world(ranks: RankPool) -> None:
-    assert ranks.run(3, of_parts) == [Topology(world=2), Topology(world=2), Topology(world=1)]
-
-
-def of_parts(rank: int, world_size: int) -> Any:
-    pair, single = dist.new_group([0, 1]), dist.new_group([2])
-    return Topology.from_group(single if rank == 2 else pair)
+    groups = (dist.group.WORLD, single if rank == 3 else some, mesh, unnamed, mesh["local"])
+    return [Topology.from_group(group) for group in groups]
 
 
 @pytest.mark.parametrize("thing", [None, "gloo", 4, SimpleNamespace(size="large")])
@@ -122,7 +117,3 @@ def test_a_group_of_another_type(thing: object) -> None:
     )
     with pytest.raises(TypeError, match=text):
         Topology.from_group(thing)
-
-
-def test_topology_is_public() -> None:
-    assert fddp.Topology is Topology

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -252,18 +251,6 @@ def shards() -> Schedule:
 
 def gather() -> Schedule:
     return flat(algorithm="all_gather")
-
-
-def reduced_with_its_bucket(*, added_before: bool) -> Schedule:
-    """Late gradients join the bucket unreduced, and the average of averages is taken."""
-    *chain, pack, reduce, add, unpack = flat(scaling="average").ops
-    whole = chain[1]._replace(when="late")
-    ops = [*chain, pack, add._replace(deps=(3,))]
-    if added_before:
-        ops += [reduce._replace(deps=(4,)), add._replace(deps=(5,))]
-    ops.append(whole._replace(deps=(len(ops) - 1,)))
-    ops.append(unpack._replace(deps=(len(ops) - 1,)))
-    return replace(flat(scaling="average"), ops=tuple(ops))
 
 
 def problem_of(schedule: Schedule) -> str | None:
