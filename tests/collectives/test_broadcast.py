@@ -33,9 +33,9 @@ def tree(rank: int) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_dtype_from_every_source(launch: Launch, world_size: int) -> None:
+def test_every_dtype_from_every_source(world_size: int) -> None:
     for src in range(world_size):
-        results = launch(world_size, from_source, src)
+        results = fddp.loopback(world_size, from_source, src)
         assert same_bits([tree(src), *(result for result, _ in results)])
         assert all(survived for _, survived in results)
         for result, _ in results:
@@ -157,13 +157,16 @@ def test_differences_are_raised_on_every_rank(name: str) -> None:
     check_errors(fddp.loopback(2, differ, name, timeout_s=5.0), name)
 
 
-def test_errors_on_real_processes(launch: Launch) -> None:
-    for pair in zip(*launch(2, differ_in_all), strict=True):
-        check_errors([run for _, run in pair], pair[0][0])
+@pytest.mark.parametrize("launch", ["c10d"], indirect=True)
+def test_values_and_errors_on_processes(launch: Launch) -> None:
+    one, two = launch(2, differ_in_all)
+    assert same_bits([tree(1), one[0], two[0]])
+    for name in ERRORS:
+        check_errors([one[1][name], two[1][name]], name)
 
 
 def differ_in_all(group: Any) -> Any:
-    return [(name, differ(group, name)) for name in ERRORS]
+    return from_source(group, 1)[0], {name: differ(group, name) for name in ERRORS}
 
 
 def differ(group: Any, name: str) -> tuple[Ending, float]:

@@ -21,16 +21,13 @@ from fddp.collectives.communicator import communicator_by_id, communicator_of
 from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
-from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
-
-launch = launch_fixture(*TRANSPORTS)
-
+from tests.support.ranks import RankPool
 
 ONE = torch.ones(2)
 
 
-def test_a_group_has_one_communicator(launch: Launch) -> None:
-    launch(2, one_for_a_group)
+def test_a_group_has_one_communicator() -> None:
+    fddp.loopback(2, one_for_a_group)
 
 
 def one_for_a_group(group: Any) -> None:
@@ -134,8 +131,8 @@ def test_call_sites_are_the_callers() -> None:
     assert fddp.loopback(1, run) == [[__file__, __file__]]
 
 
-def test_many_trees_at_one_place(launch: Launch) -> None:
-    launch(2, many_trees)
+def test_many_trees_at_one_place() -> None:
+    fddp.loopback(2, many_trees)
 
 
 def many_trees(group: Any) -> None:
@@ -181,8 +178,8 @@ def graph_and_none(rank: int, n: int) -> None:
         torch.testing.assert_close(which[rank](x), wanted)
 
 
-def test_an_operator_in_the_loss_of_a_sync(launch: Launch) -> None:
-    launch(2, in_the_loss)
+def test_an_operator_in_the_loss_of_a_sync() -> None:
+    fddp.loopback(2, in_the_loss)
 
 
 def in_the_loss(group: Any) -> None:
@@ -221,8 +218,8 @@ def in_the_loss(group: Any) -> None:
         torch.testing.assert_close(grads[name], wanted[name], rtol=1e-10, atol=1e-12)
 
 
-def test_an_operator_in_a_hook(launch: Launch) -> None:
-    launch(2, in_a_hook)
+def test_an_operator_in_a_hook() -> None:
+    fddp.loopback(2, in_a_hook)
 
 
 def in_a_hook(group: Any) -> None:

@@ -22,7 +22,8 @@ from tests.support.ranks import RankPool
 Fn = Callable[..., Any]
 
 # Inductor generates C++, which takes seconds for each graph.
-BACKENDS = ["aot_eager", "inductor"]
+INDUCTOR = pytest.mark.nightly
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 
 
 def largest_difference(tree: Any, other: Any) -> float:
@@ -93,7 +94,12 @@ def train_in_graph(rank: int, world_size: int, backend: str, transport: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("backend", "transport"), [("aot_eager", "c10d"), ("aot_eager", "auto"), ("inductor", "auto")]
+    ("backend", "transport"),
+    [
+        ("aot_eager", "c10d"),
+        ("aot_eager", "auto"),
+        pytest.param("inductor", "auto", marks=INDUCTOR),
+    ],
 )
 def test_a_step_is_one_graph(ranks: RankPool, backend: str, transport: str) -> None:
     results = ranks.run(2, train_in_graph, backend, transport)

@@ -49,7 +49,7 @@ OPERATORS: dict[str, Callable[[Tree], Tree]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_first_and_second_derivatives(ranks: RankPool, world_size: int) -> None:
     ranks.run(world_size, differentiate_twice)
 

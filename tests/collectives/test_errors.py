@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +14,10 @@ from torch.func import grad, jvp, vmap
 import fddp
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
-from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture, launch_over
+from tests.support.polling import HANG_S
+from tests.support.ranks import Launch
 
 ONE = torch.ones(2)
-
-
-launch = launch_fixture(*TRANSPORTS)
 
 
 Act = Callable[[int, fddp.Communicator], Any]
@@ -60,11 +58,6 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda ranks: fddp.psum({"w": ONE.view(2, 1)}, ranks),
         "rank 0 has leaf 'w' of shape (2,), float32 on cpu where rank 1 has leaf 'w' of shape "
         "(2, 1), float32 on cpu",
-    ),
-    "dtypes": (
-        lambda ranks: fddp.all_gather(ONE, ranks),
-        lambda ranks: fddp.all_gather(ONE.double(), ranks),
-        "shape (2,), float32 on cpu where rank 1 has leaf '' of shape (2,), float64 on cpu",
     ),
     "trees": (
         lambda ranks: fddp.psum({"a": ONE, "b": ONE}, ranks),
@@ -112,8 +105,11 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ(launch: Launch, case: str) -> None:
-    endings = launch(2, differ, case)
+def test_ranks_that_differ(case: str) -> None:
+    check_difference(case, fddp.loopback(2, differ, case))
+
+
+def check_difference(case: str, endings: list[tuple[Ending, float]]) -> None:
     *_, outcome = DIFFERENT[case]
     for rank, (found, after) in enumerate(endings):
         assert found.kinds[0] == "DesyncError", found
@@ -256,8 +252,27 @@ def former_vmap(ranks: fddp.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_mistake_on_one_rank_is_raised_on_all(launch: Launch, case: str) -> None:
-    (peer, first), (own, second) = launch(2, go_wrong, case)
+def test_mistake_on_one_rank_is_raised_on_all(case: str) -> None:
+    check_mistake(case, fddp.loopback(2, go_wrong, case))
+
+
+@pytest.mark.parametrize("launch", ["c10d", "shm"], indirect=True)
+def test_differences_and_mistakes_on_processes(launch: Launch) -> None:
+    """All cases, one after the other, in the same processes."""
+    first, second = launch(2, differ_and_go_wrong)
+    for case in DIFFERENT:
+        check_difference(case, [first[0][case], second[0][case]])
+    for case in WRONG:
+        check_mistake(case, [first[1][case], second[1][case]])
+
+
+def differ_and_go_wrong(group: Any) -> Any:
+    differing = {case: differ(group, case) for case in DIFFERENT}
+    return differing, {case: go_wrong(group, case) for case in WRONG}
+
+
+def check_mistake(case: str, endings: list[tuple[Ending, float]]) -> None:
+    (peer, first), (own, second) = endings
     _, kind, text = WRONG[case]
     assert own.kinds[0] == kind, own
     assert text in own.text
@@ -277,8 +292,8 @@ def go_wrong(group: Any, case: str) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
-def test_mistake_on_all_ranks_is_raised_on_all(launch: Launch) -> None:
-    for found, after in launch(2, all_wrong):
+def test_mistake_on_all_ranks_is_raised_on_all() -> None:
+    for found, after in fddp.loopback(2, all_wrong):
         assert found.kinds[0] == "TypeError"
         assert after == 2
 
@@ -348,8 +363,8 @@ def test_invalid_rank_arguments_are_refused(case: str) -> None:
         assert text in found.text
 
 
-def test_meshes_and_caps_that_differ(launch: Launch) -> None:
-    for found in launch(2, open_otherwise):
+def test_meshes_and_caps_that_differ() -> None:
+    for found in fddp.loopback(2, open_otherwise):
         assert found.kinds[0] == "PlanMismatchError"
         assert (
             "the bucket size of a communicator in bytes is 26214400 on rank 0 and 1048576 on rank "
@@ -370,8 +385,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_a_communicator_that_one_rank_can_not_make(launch: Launch, case: str) -> None:
-    (peer, first), (own, second) = launch(2, open_wrongly, case)
+def test_a_communicator_that_one_rank_can_not_make(case: str) -> None:
+    (peer, first), (own, second) = fddp.loopback(2, open_wrongly, case)
     assert own.kinds[0] == "ValueError", own
     assert OPTIONS[case][1] in own.text
     assert peer.kinds[0] == "PlanMismatchError"
@@ -411,9 +426,20 @@ def test_a_closed_communicator() -> None:
         assert "is closed (close() was called); make a new one on every rank" in found.text
 
 
-@pytest.mark.parametrize("name", ["shm", "c10d", "loopback"])
-def test_a_branch_that_one_rank_does_not_take(name: str, request: pytest.FixtureRequest) -> None:
-    waiting, gone = launch_over(name, request)(2, take_a_branch)
+def test_a_branch_that_one_rank_does_not_take() -> None:
+    over = threading.Event()
+
+    def run(group: Any) -> Ending:
+        fddp.broadcast(ONE, group=group)  # so that opening takes no time
+        with fddp.Communicator(group, timeout_s=0.3) as ranks:
+            if group.rank == 0:
+                found = ending(lambda: fddp.psum({"w": ONE}, ranks))
+                over.set()
+                return found
+            over.wait(HANG_S)
+            return ending(lambda: fddp.pmean(ONE, ranks))
+
+    waiting, gone = fddp.loopback(2, run)
     assert waiting.kinds[0] == "SyncTimeoutError", waiting
     assert "psum of 1 leaf ('w'), called at " in waiting.text
     assert f"{__file__}:" in waiting.text
@@ -423,70 +449,74 @@ def test_a_branch_that_one_rank_does_not_take(name: str, request: pytest.Fixture
     assert "pmean of 1 leaf ('')" in gone.text
 
 
-def take_a_branch(group: Any) -> Ending:
-    fddp.broadcast(ONE, group=group)  # so that opening takes no time
-    with fddp.Communicator(group, timeout_s=1.5) as ranks:
-        if ranks.rank == 0:
-            return ending(lambda: fddp.psum({"w": ONE}, ranks))
-        time.sleep(2.5)
-        return ending(lambda: fddp.pmean(ONE, ranks))
+def test_a_missing_rank_in_derivatives() -> None:
+    over = threading.Event()
 
+    def run(group: Any) -> Ending | None:
+        fddp.broadcast(ONE, group=group)  # so that opening takes no time
+        with fddp.Communicator(group, timeout_s=0.3) as ranks:
+            x = ONE.clone().requires_grad_()
+            loss = fddp.psum(x, ranks).sum()
+            if group.rank:
+                over.wait(HANG_S)
+                return None
+            found = ending(loss.backward)
+            over.set()
+            return found
 
-def test_a_missing_rank_in_derivatives(ranks: RankPool) -> None:
-    assert ranks.run(2, miss_derivatives) == ["SyncTimeoutError", ""]
-
-
-def miss_derivatives(rank: int, n: int) -> str:
-    fddp.broadcast(ONE)  # so that opening takes no time
-    with fddp.Communicator(timeout_s=1.5) as ranks:
-        x = ONE.clone().requires_grad_()
-        loss = fddp.psum(x, ranks).sum()
-        if rank:
-            time.sleep(2.5)
-            return ""
-        found = ending(loss.backward)
-        assert "backward of psum of 1 leaf (''), called at " in found.text
-        assert f"{__file__}:" in found.text
-        return found.kinds[0]
+    found, _ = fddp.loopback(2, run)
+    assert found is not None
+    assert found.kinds[0] == "SyncTimeoutError"
+    assert "backward of psum of 1 leaf (''), called at " in found.text
+    assert f"{__file__}:" in found.text
 
 
 def test_an_error_with_no_other_rank_in_the_call() -> None:
-    def run(group: Any) -> Ending:
-        with fddp.Communicator(group, timeout_s=0.5) as ranks:
+    over = threading.Event()
+
+    def run(group: Any) -> Ending | None:
+        with fddp.Communicator(group, timeout_s=0.3) as ranks:
             if group.rank:
-                time.sleep(1.0)
-                return ending(lambda: None)
-            return ending(lambda: fddp.pmean(torch.tensor(1), ranks))
+                over.wait(HANG_S)
+                return None
+            found = ending(lambda: fddp.pmean(torch.tensor(1), ranks))
+            over.set()
+            return found
 
     alone, _ = fddp.loopback(2, run)
+    assert alone is not None
     assert alone.kinds[0] == "TypeError"
     assert "which can't represent a mean" in alone.text
 
 
 def test_opening_that_a_rank_does_not_join() -> None:
-    def run(group: Any) -> Ending:
-        if group.rank:
-            time.sleep(1.0)
-            return ending(lambda: None)
-        return ending(lambda: fddp.psum(ONE, group))
+    over = threading.Event()
 
-    alone, _ = fddp.loopback(2, run, timeout_s=0.5)
+    def run(group: Any) -> Ending | None:
+        if group.rank:
+            over.wait(HANG_S)
+            return None
+        found = ending(lambda: fddp.psum(ONE, group))
+        over.set()
+        return found
+
+    alone, _ = fddp.loopback(2, run, timeout_s=0.3)
+    assert alone is not None
     assert alone.kinds[0] == "SyncTimeoutError"
     assert f"psum, called at {__file__}:" in alone.text
     assert "no response from rank 1" in alone.text
 
 
-def test_forward_mode_names_the_call(ranks: RankPool) -> None:
-    for found in ranks.run(2, other_tangents):
+def test_forward_mode_names_the_call() -> None:
+    def run(group: Any) -> Ending:
+        def act() -> Any:
+            if group.rank:
+                return [fddp.psum(ONE, group), fddp.psum(ONE, group)]
+            return jvp(lambda x: fddp.psum(x, group), (ONE,), (ONE,))
+
+        return ending(act)
+
+    for found in fddp.loopback(2, run):
         assert found.kinds[0] == "DesyncError"
         assert "jvp of psum of 1 leaf" in found.text
         assert found.text.count(f"{__file__}:") == 2
-
-
-def other_tangents(rank: int, n: int) -> Ending:
-    def act() -> Any:
-        if rank:
-            return [fddp.psum(ONE), fddp.psum(ONE)]
-        return jvp(fddp.psum, (ONE,), (ONE,))
-
-    return ending(act)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,7 +86,6 @@ def bits_of(x: Tensor) -> bytes:
     return x.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(trees=st.lists(st.tuples(TREES, st.integers(0, 3)), min_size=1, max_size=4))
 def test_newest_state_of_the_lowest_rank_wins(trees: list[tuple[Any, int]]) -> None:
     try:
@@ -329,7 +328,6 @@ def test_not_in_a_transform() -> None:
 # Containers as text
 
 
-@settings(max_examples=60, deadline=None)
 @given(TREES)
 def test_containers_both_ways(tree: Any) -> None:
     made = containers_from_json(containers_to_json(tree))
@@ -340,7 +338,6 @@ def test_containers_both_ways(tree: Any) -> None:
     assert flatten(made)[1] == treedef
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.one_of(st.text(max_size=40), st.recursive(st.none() | st.text(), st.lists).map(repr)))
 def test_arbitrary_text_is_a_tree_or_an_error(text: str) -> None:
     for candidate in (text, json.dumps(text), text.replace("'", '"').replace("None", "null")):

@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
 from fddp.testing import gradients, param_trees
+from tests.support.examples import examples
 from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
-from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
+from tests.support.ranks import Launch, RankPool
 
 FLOATING = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 WHOLE = ["uint8", "int8", "int32", "int64"]
 MOVED = ["int16", "bool"]  # which transports can't add up
-
-
-launch = launch_fixture(*TRANSPORTS)
 
 
 def tree(rank: int, names: list[str]) -> dict[str, Any]:
@@ -50,8 +48,14 @@ def leaves_of(tree: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values_of_every_dtype(launch: Launch, world_size: int) -> None:
-    launch(world_size, every_dtype)
+def test_values_of_every_dtype(world_size: int) -> None:
+    fddp.loopback(world_size, every_dtype)
+
+
+@pytest.mark.parametrize("launch", ["c10d", "shm"], indirect=True)
+def test_values_on_processes(launch: Launch) -> None:
+    launch(2, every_dtype)
+    launch(4, along_axes)
 
 
 def every_dtype(group: Any) -> None:
@@ -111,8 +115,8 @@ def moved_bits(rank: int, n: int) -> None:
             assert torch.equal(found.view(torch.uint8), kind.view(torch.uint8))
 
 
-def test_tiles(launch: Launch) -> None:
-    launch(2, tile)
+def test_tiles() -> None:
+    fddp.loopback(2, tile)
 
 
 def tile(group: Any) -> None:
@@ -128,8 +132,8 @@ def tile(group: Any) -> None:
         assert torch.equal(fddp.reduce_scatter(gathered.view(2, 3, 2), ranks), scattered)
 
 
-def test_axes_of_a_mesh(launch: Launch) -> None:
-    launch(4, along_axes)
+def test_axes_of_a_mesh() -> None:
+    fddp.loopback(4, along_axes)
 
 
 def along_axes(group: Any) -> None:
@@ -185,8 +189,8 @@ def groups_and_meshes(rank: int, n: int) -> None:
             assert fddp.psum(one, own).item() == 1010
 
 
-def test_plans(launch: Launch) -> None:
-    launch(2, planned)
+def test_plans() -> None:
+    fddp.loopback(2, planned)
 
 
 def planned(group: Any) -> None:
@@ -213,8 +217,8 @@ def planned(group: Any) -> None:
         )
 
 
-def test_results_are_values(launch: Launch) -> None:
-    launch(2, results_are_values)
+def test_results_are_values() -> None:
+    fddp.loopback(2, results_are_values)
 
 
 def results_are_values(group: Any) -> None:
@@ -251,7 +255,7 @@ def results_are_values(group: Any) -> None:
         assert len(pointers) <= 2
 
 
-@settings(max_examples=15)
+@examples(8)
 @given(st.data())
 def test_trees_of_any_kind(data: Any) -> None:
     """Sums over ranks, leaf by leaf, whatever the tree and the buckets."""
@@ -272,8 +276,8 @@ def test_trees_of_any_kind(data: Any) -> None:
         assert same_bits([found, wanted])
 
 
-def test_a_tree_without_leaves(launch: Launch) -> None:
-    launch(2, nothing)
+def test_a_tree_without_leaves() -> None:
+    fddp.loopback(2, nothing)
 
 
 def nothing(group: Any) -> None:
