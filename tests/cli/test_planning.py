@@ -179,16 +179,15 @@ def test_json_on_stdout_is_all_there_is(folder: Path, capfd: pytest.CaptureFixtu
         ("binary.json", "binary.json: 'utf-8' codec can't decode"),
     ],
 )
-@pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_source_that_can_not_be_planned_gets_one_line(
-    command: str, source: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    source: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "wrong.json").write_text("{}")
     (folder / "binary.json").write_bytes(b"\xff\xff")
-    options = [*LINK, "--backward-ms", "1"] if command == "simulate" else []
-    line = refused([command, source, *options], capsys)
-    assert line.startswith(f"python -m fddp {command}: error: ")
-    assert text in line
+    for command, options in ("plan", []), ("simulate", [*LINK, "--backward-ms", "1"]):
+        line = refused([command, source, *options], capsys)
+        assert line.startswith(f"python -m fddp {command}: error: ")
+        assert text in line
 
 
 def test_a_raising_factory_is_shown_with_its_line(

@@ -20,9 +20,6 @@ from tests.support.ranks import Launch
 ONE = torch.ones(2)
 
 
-Act = Callable[[int, fddp.Communicator], Any]
-
-
 def two_gradients(only_one: bool) -> Callable[[fddp.Communicator], Any]:
     """A branch of backward that one rank may not take: two means of one shape."""
 

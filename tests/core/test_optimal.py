@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.topology import Topology
-from fddp.core.sim import optimal
 from fddp.core.sim.cost import PRESETS, CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
@@ -98,22 +97,6 @@ def test_as_good_as_brute_force(problem: Any, cost: CostModel, ranks: int) -> No
     assert step_s(plan, ready_s, target) == pytest.approx(best_s, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_as_good_as_brute_force_for_ten_leaves(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    leaves = [
-        LeafSpec(f"leaf{i:02}", (int(n),), "float32")
-        for i, n in enumerate(rng.integers(0, 100_000, 10))
-    ]
-    ready_s = np.sort(rng.random(10)).tolist()[::-1]
-    cost = CostModel([0.02, 0.002, 0.0][seed], 1e-6, overlap=[1.0, 0.5, 0.7][seed])
-    target = Target(cost, TWO)
-    plan = optimal_plan(leaves, list(range(10)), ready_s, target)
-    best_s = brute_force_s(leaves, ready_order(list(range(10)), ready_s), ready_s, target)
-    assert 1 < len(plan.buckets) < 10
-    assert step_s(plan, ready_s, target) == pytest.approx(best_s, rel=1e-12)
-
-
 @st.composite
 def mixed_problems(draw: st.DrawFn) -> tuple[list[LeafSpec], list[int], list[float], Target]:
     """Several dtypes and devices, sparse leaves, sizes about DDP's caps, any algorithm."""
@@ -170,15 +153,6 @@ def test_boundaries_between_two_dtypes_are_optimal(one: Any, other: Any, cost: A
             buckets.sort(key=lambda bucket: max(map(order.index, bucket.leaves)))
             changed = dataclasses.replace(plan, buckets=tuple(buckets))
             assert found_s <= step_s(changed, ready_s, target) + slots_s + 1e-12
-
-
-def test_ddp_is_a_candidate() -> None:
-    leaves = [LeafSpec(name, (n,), "float32") for name, n in (("a", 2**20), ("b", 10), ("c", 9))]
-    target = Target(CostModel(1e-6, 1e-9), TWO)
-    times_s = np.array([0.0, 0.1, 0.2])
-    candidates = list(optimal._candidates(tuple(leaves), [2, 0, 1], [0, 1, 2], times_s, target))
-    for order in ([2, 0, 1], [0, 1, 2]):
-        assert plan_leaves(leaves, order=order, caps_bytes=DDP_CAPS_BYTES) in candidates
 
 
 def test_plan_of_an_optimal_partition() -> None:

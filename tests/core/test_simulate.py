@@ -389,26 +389,6 @@ def test_repairs_cost_their_reduction() -> None:
     assert "all_reduce 1 (late)" not in labels
 
 
-def test_operations_after_a_repair_wait_for_the_control_word() -> None:
-    """It decides on the repair, so a rank can't pass over that before the word is in."""
-    schedule = with_separate_word(two_leaves())
-    order = [0, 1, 2, 4, 5, 6, 7, 3, *range(8, len(schedule.ops))]
-    ops = [schedule.ops[i] for i in order]
-    assert [(op.kind, op.bucket, op.when) for op in ops[3:8]] == [
-        ("control", -1, "always"),
-        ("pack", 0, "late"),
-        ("all_reduce", 0, "late"),
-        ("add", 0, "late"),
-        ("all_reduce", 1, "always"),
-    ]
-    moved = tuple(op._replace(deps=tuple(map(order.index, op.deps))) for op in ops)
-    by_hand = dataclasses.replace(schedule, ops=moved)
-    timeline = simulate(by_hand, CostModel(1e-3, 0.0), [0.010, 0.001])
-    control, last = (next(s for s in timeline.spans if s.op == op) for op in (3, 7))
-    assert control.start_s == 0.010
-    assert last.launch_s == control.end_s == pytest.approx(0.012)
-
-
 def test_jitter_is_drawn_from_its_seed() -> None:
     jitter = Jitter(spread=0.2, straggler_rate=0.1, straggler_factor=3.0)
     assert jitter.draw(50, 1).tolist() == jitter.draw(50, 1).tolist() != jitter.draw(50, 2).tolist()

@@ -30,7 +30,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "reduce_scatter tiled": lambda x: fddp.reduce_scatter(x, tiled=True),
     "broadcast_from": lambda x: fddp.broadcast_from(x, ROOT),
 }
-MODES = ("vmap", "pmap", "shard_map check_vma=False", "shard_map check_vma=True")
+MODES = ("vmap", "shard_map")
 # What the gradient of a shared result is, in units of that of this rank's own part.
 SHARES = {
     ("psum", False): WORLD_SIZE,
@@ -122,10 +122,10 @@ def test_the_largest(mode: str, ours: list[dict[str, Any]], theirs: dict[str, An
 def test_the_gradient_of_a_shared_result(
     name: str, mode: str, ours: list[dict[str, Any]], theirs: dict[str, Any]
 ) -> None:
-    """Here conventions differ: fddp has that of `pmap`, and of `shard_map` without vma."""
+    """Here conventions differ: fddp has that of `vmap`, `pmap`, and `shard_map` without vma."""
     key = f"gradient of a shared {name}"
     parts = 2 * inputs(WORLD_SIZE)["x"]
-    wanted = SHARES[name, mode.endswith("=True")] * parts
+    wanted = SHARES[name, mode == "shard_map"] * parts
     np.testing.assert_allclose(theirs[mode][key], wanted, rtol=1e-12)
     found = np.stack([rank[key] for rank in ours])
     np.testing.assert_allclose(found, SHARES[name, False] * parts, rtol=1e-12)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -213,12 +212,11 @@ def test_a_wrapped_module_has_a_flight() -> None:
 
 
 def test_a_flight_has_the_global_rank(ranks: RankPool) -> None:
-    for text in ranks.run(3, in_a_subgroup)[1:]:
-        assert "(global " in text
+    assert "(global " in ranks.run(2, in_a_subgroup)[1]
 
 
 def in_a_subgroup(rank: int, world_size: int) -> str:
-    group = dist.new_group([1, 2])
+    group = dist.new_group([1])
     if rank == 0:
         return ""
     with fddp.GradSync(PARAMS, group=group) as sync:
@@ -235,7 +233,7 @@ def stall(rank: int, world_size: int, transport: str, directory: str) -> Any:
     step(PARAMS)
     fddp.dump_flights(directory)
     if rank == 1:
-        time.sleep(4.0)
+        assert soon(lambda: list(Path(directory).glob("*.txt")))
         path = fddp.dump_flights(directory).write("looked into by hand")
     else:
         seen = ending(lambda: step(PARAMS))

@@ -34,6 +34,7 @@ from fddp.testing import (
 )
 from fddp.tree.pytree import flatten
 from tests.support.endings import Ending, ending
+from tests.support.examples import examples
 from tests.support.groups import size_of
 from tests.support.models import rand
 from tests.support.ranks import Launch
@@ -191,7 +192,7 @@ def test_a_broken_schedule_is_not_ok() -> None:
     assert isinstance(caught.value.__cause__, fddp.ScheduleError)
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(st.data())
 def test_ranks_issue_the_same_collectives(data: st.DataObject) -> None:
     schedule = data.draw(schedules() | schedules(deterministic=True) | schedules(ride=False))
@@ -249,8 +250,7 @@ def test_arguments_of_assert_same_collectives(orders: Any, expected: Any, text: 
 ALGORITHMS = st.sampled_from(["all_reduce", "hierarchical", "reduce_scatter"])
 
 
-@pytest.mark.slow
-@settings(max_examples=80)
+@examples(30)
 @given(st.data())
 def test_every_algorithm_gives_the_mean_of_any_tree(data: st.DataObject) -> None:
     topology = data.draw(topologies(max_ranks=6).filter(lambda t: len(t.axes) > 1))
@@ -395,6 +395,7 @@ def a_users_hook(group: Any) -> Ending:
         return ending(lambda: assert_mean(sync, trees, through=lambda g: sync(compress(g))))
 
 
+@pytest.mark.parametrize("launch", ["shm"], indirect=True)
 def test_a_users_own_hook(launch: Launch) -> None:
     for end in launch(2, a_users_hook):
         assert "pass rtol" in end.text, "a lossy one needs a tolerance"
@@ -412,8 +413,8 @@ def a_users_schedule(group: Any) -> Any:
         return assert_mean(sync, own_trees(sync.world_size))
 
 
-def test_a_users_own_schedule(launch: Launch) -> None:
-    first, second = launch(2, a_users_schedule)
+def test_a_users_own_schedule() -> None:
+    first, second = fddp.loopback(2, a_users_schedule)
     assert torch.equal(first["a"], second["a"])
 
 

@@ -19,12 +19,9 @@ from fddp.sync.averaging import average
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign
 from tests.support.groups import rank_of
-from tests.support.ranks import TRANSPORTS, Launch, launch_fixture, launch_over, run_fresh
+from tests.support.ranks import Launch, run_fresh
 
 WORLD_SIZE = 2
-
-
-launch = launch_fixture(*TRANSPORTS)
 
 
 def params() -> dict[str, Any]:
@@ -51,9 +48,21 @@ def own_grads(rank: int) -> Any:
     )
 
 
-def test_the_mean_of_jax_arrays(launch: Launch) -> None:
-    for tree, grad_norm, transport in launch(WORLD_SIZE, mean_on_rank):
-        assert transport == launch.name
+def test_the_mean_of_jax_arrays() -> None:
+    check_means(fddp.loopback(WORLD_SIZE, mean_on_rank))
+
+
+@pytest.mark.parametrize("launch", ["c10d", "shm"], indirect=True)
+def test_on_processes(launch: Launch) -> None:
+    """Means, arrays from the memory of buckets, operators, and libraries that meet."""
+    check_means(launch(WORLD_SIZE, mean_on_rank))
+    check_places(launch(WORLD_SIZE, places_on_rank))
+    check_operators(launch(WORLD_SIZE, operators_on_rank))
+    check_mixed(launch(WORLD_SIZE, mixed_on_rank))
+
+
+def check_means(results: Any) -> None:
+    for tree, grad_norm in results:
         assert tree["step"] is None
         assert tree["none"] is None
         for name in ("weight", "bias", "scale", "half"):
@@ -73,11 +82,11 @@ def mean_on_rank(group: Any) -> Any:
             if leaf is not None:
                 assert (leaf.dtype, leaf.shape) == (grads[name].dtype, grads[name].shape)
         jax.tree.map(np.testing.assert_array_equal, plain(grads), before)
-        return plain(tree), info.grad_norm, sync.transport
+        return plain(tree), info.grad_norm
 
 
-def test_same_bits_as_tensors(launch: Launch) -> None:
-    for ours, theirs in launch(WORLD_SIZE, both_on_rank):
+def test_same_bits_as_tensors() -> None:
+    for ours, theirs in fddp.loopback(WORLD_SIZE, both_on_rank):
         for name, array in ours.items():
             assert array.tobytes() == theirs[name].tobytes(), name
 
@@ -112,9 +121,9 @@ def test_virtual_ranks_have_the_bits_of_tensors() -> None:
                 assert array.tobytes() == due[name].tobytes(), name
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_results_are_not_copied(transport: str, request: pytest.FixtureRequest) -> None:
-    for places in launch_over(transport, request)(WORLD_SIZE, places_on_rank):
+def check_places(results: Any) -> None:
+    """Results are not copied."""
+    for places in results:
         # Buckets hold leaves of whole multiples of 64 bytes first, and then "scale", of 4 bytes.
         assert [name for name, shared in places.items() if not shared] == ["bias"]
 
@@ -208,10 +217,10 @@ def test_donated_results_are_not_written() -> None:
     assert tensor.eq(0).all()
 
 
-def test_every_dtype_is_reduced(launch: Launch) -> None:
+def test_every_dtype_is_reduced() -> None:
     with jax.enable_x64():
         names = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
-        for results in launch(WORLD_SIZE, dtypes_on_rank, names):
+        for results in fddp.loopback(WORLD_SIZE, dtypes_on_rank, names):
             assert results == {name: (name, 1.5) for name in names}
 
 
@@ -223,8 +232,8 @@ def dtypes_on_rank(group: Any, names: list[str]) -> dict[str, tuple[str, float]]
         return {name: (leaf.dtype.name, float(leaf[1].real)) for name, leaf in mean.items()}
 
 
-def test_ranks_without_gradients_get_arrays(launch: Launch) -> None:
-    for mean, kind in launch(WORLD_SIZE, missing_on_rank):
+def test_ranks_without_gradients_get_arrays() -> None:
+    for mean, kind in fddp.loopback(WORLD_SIZE, missing_on_rank):
         assert kind
         np.testing.assert_array_equal(mean, np.full(3, 0.5))
 
@@ -246,8 +255,8 @@ def test_gradients_of_integers_are_none() -> None:
     assert fddp.loopback(1, train) == [None]
 
 
-def test_shards(launch: Launch) -> None:
-    for shard, whole, own in launch(WORLD_SIZE, shards_on_rank):
+def test_shards() -> None:
+    for shard, whole, own in fddp.loopback(WORLD_SIZE, shards_on_rank):
         assert all(leaf.ndim == 1 for leaf in shard.values())
         np.testing.assert_array_equal(whole["weight"], 1.5 * np.arange(64.0).reshape(4, 16))
         np.testing.assert_array_equal(shard["weight"], 1.5 * own["weight"])
@@ -263,8 +272,8 @@ def shards_on_rank(group: Any) -> Any:
         return plain(shard), plain(whole), plain(own)
 
 
-def test_broadcast_and_averages(launch: Launch) -> None:
-    for sent, mean in launch(WORLD_SIZE, sent_on_rank):
+def test_broadcast_and_averages() -> None:
+    for sent, mean in fddp.loopback(WORLD_SIZE, sent_on_rank):
         assert sent == {"i": [1, 2, 3], "b": [1.0, 1.0]}
         assert mean == [0.0, 0.5, 1.0]
 
@@ -279,8 +288,12 @@ def sent_on_rank(group: Any) -> Any:
     return {name: leaf.tolist() for name, leaf in sent.items()}, mean.tolist()
 
 
-def test_operators_outside_of_programs(launch: Launch) -> None:
-    for mean, total, gathered, own in launch(WORLD_SIZE, operators_on_rank):
+def test_operators_outside_of_programs() -> None:
+    check_operators(fddp.loopback(WORLD_SIZE, operators_on_rank))
+
+
+def check_operators(results: Any) -> None:
+    for mean, total, gathered, own in results:
         np.testing.assert_array_equal(mean["w"], np.full(3, 0.5))
         assert total == [1, 3]
         np.testing.assert_array_equal(gathered, [[0.0, 0.0], [1.0, 1.0]])
@@ -309,8 +322,12 @@ def test_hooks_with_state() -> None:
     assert fddp.loopback(2, train) == [([4.0, 0.0], [0.0, 6.0])] * 2
 
 
-def test_one_rank_of_tensors_and_one_of_arrays(launch: Launch) -> None:
-    for rank, (kind, mean) in enumerate(launch(WORLD_SIZE, mixed_on_rank)):
+def test_one_rank_of_tensors_and_one_of_arrays() -> None:
+    check_mixed(fddp.loopback(WORLD_SIZE, mixed_on_rank))
+
+
+def check_mixed(results: Any) -> None:
+    for rank, (kind, mean) in enumerate(results):
         assert kind == ("ArrayImpl" if rank else "Tensor")
         np.testing.assert_array_equal(mean, np.full((4, 16), 1.5, np.float32))
 

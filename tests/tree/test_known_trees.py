@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.errors import TreeMismatchError
 from fddp.tree.cached import KnownTrees
 from fddp.tree.pytree import flatten
+from tests.support.examples import examples
 
 leaves = st.sampled_from([None, torch.ones(1), torch.nn.Parameter(torch.ones(2))])
 keys = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "c", "a.b", "0"]))
@@ -31,7 +32,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(leaves, containers, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(80)
 @given(st.lists(trees, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=6))
 def test_the_same_as_flatten(some: list[Any], order: list[int]) -> None:
     known = KnownTrees()
