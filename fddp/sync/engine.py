@@ -165,7 +165,8 @@ class Engine(EngineConfiguration):
         return self._new_step(self.gathering, Method.ALL_GATHER, with_stats=False)
 
     def _new_step(self, program: Program, method: Method, *, with_stats: bool) -> Step:
-        self.finish_in_flight()
+        if self.in_flight is not None:
+            self.finish_in_flight()
         self._check_open()
         averages = program is self.program  # False if shards are gathered
         context = StepContext(
