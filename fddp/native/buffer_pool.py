@@ -2,8 +2,7 @@
 
 [Note: results are values]
 A synchronisation returns views of bucket memory. Each view has a storage of its own that keeps the
-bucket's memory alive. A buffer is reused only when nothing outside refers to its memory. The views
-are then returned again, too: see [Note: kept slices] in csrc/tensor/kept_slices.h. In a
+bucket's memory alive. A buffer is reused only when the pool is the only owner of its storage. In a
 typical loop two buffers alternate for each bucket, as the gradients of one step are still held when
 the next begins. A loop that donates or drops its gradients before the next step needs one.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
-from fddp.native.pack import is_unused
+from fddp.native.pack import storage_use_count
 
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
@@ -37,8 +36,7 @@ class BufferPool:
         self._allocate = allocate
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
-        self._first_free: Callable[..., tuple[int, bool]] = extension.load().first_free
-        self._free_marked_slices: Callable[[Tensor], bool] = extension.load().free_marked_slices
+        self._first_free: Callable[..., int] = extension.load().first_free
         self._live_views: Any = extension.load().LiveViews()
 
     def acquire(
@@ -54,15 +52,11 @@ class BufferPool:
 
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
-        while released := self._released.get(key):
-            position, has_marked = self._first_free(released, numel, dtype, device)
-            if position < 0:
-                break
-            buffer = released.pop(position)
-            # Finalizers of marked slices are the caller's code. They may use this pool, or keep
-            # what they finalize: then the buffer belongs to it.
-            if not has_marked or self._free_marked_slices(buffer):
-                return buffer
+        released = self._released.get(key)
+        if released:
+            position = self._first_free(released, numel, dtype, device)
+            if position >= 0:
+                return released.pop(position)
         return (allocate or self._allocate)(numel, dtype, device)
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
@@ -74,10 +68,9 @@ class BufferPool:
                 del self._released[next(iter(self._released))]
         self._released[key] = released  # the last key is the most recent
         released.append(buffer)
-        # Freed last, as finalizers of its slices may use this pool.
-        surplus = released.pop(0) if len(released) > _KEPT else None
+        if len(released) > _KEPT:
+            del released[0]
         self._live_views.add(buffer)
-        del surplus
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
         """Return the last released buffer if `is_free(buffer)`, even if views of it are in use;
@@ -94,11 +87,8 @@ class BufferPool:
 
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
-        before = self._released
-        self._released = {
-            key: [buffer for buffer in buffers if not is_unused(buffer)]
-            for key, buffers in before.items()
-        }
+        for key, buffers in self._released.items():
+            self._released[key] = [b for b in buffers if storage_use_count(b) > 1]
 
     def clear(self) -> None:
         """Drop all buffers."""

@@ -222,49 +222,10 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
     return cast("list[Tensor]", extension.load().slices(buffer, layout.native))
 
 
-def kept_slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Return the same as `slices`, from tensors of earlier calls that nothing else refers to.
-
-    See [Note: kept slices] in csrc/tensor/kept_slices.h.
-
-    Raises:
-        As `slices`.
-
-    Example:
-        >>> import torch
-        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
-        >>> buffer = torch.tensor([1.0, 2.0, 3.0])
-        >>> first = kept_slices(buffer, layout)
-        >>> used, unused = first[0], id(first[1])
-        >>> del first
-        >>> second = kept_slices(buffer, layout)
-        >>> second[0] is used, id(second[1]) == unused
-        (False, True)
-    """
-    return cast("list[Tensor]", extension.load().kept_slices(buffer, layout.native))
-
-
 @cache
-def native_kept_slices() -> Callable[[Tensor, Any], list[Tensor]]:
-    """Return the compiled form of `kept_slices(buffer, layout)`, which takes `layout.native`."""
-    return cast("Callable[[Tensor, Any], list[Tensor]]", extension.load().kept_slices)
-
-
-def is_unused(buffer: Tensor) -> bool:
-    """Return True if a buffer's memory is owned by nothing but the buffer and unused kept slices.
-
-    Example:
-        >>> import torch
-        >>> layout = Layout(offsets=(0,), shapes=((2,),), strides=((1,),), numel=2)
-        >>> buffer = torch.zeros(2)
-        >>> results = kept_slices(buffer, layout)
-        >>> is_unused(buffer)
-        False
-        >>> del results
-        >>> is_unused(buffer)
-        True
-    """
-    return cast(bool, extension.load().is_unused(buffer))
+def native_slices() -> Callable[[Tensor, Any], list[Tensor]]:
+    """Return the compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
+    return cast("Callable[[Tensor, Any], list[Tensor]]", extension.load().slices)
 
 
 def storage_use_count(tensor: Tensor) -> int:

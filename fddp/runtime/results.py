@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, Stats
-from fddp.native.pack import kept_slices, pack_, scale_, unpack_
+from fddp.native.pack import pack_, scale_, slices, unpack_
 from fddp.runtime.contributions import Contributions, ShardContributions
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
@@ -98,7 +98,7 @@ class Results:
         if buffer.dtype == dtype:
             if after != 1.0 or self.checks:
                 stats = scale_(buffer[: layout.numel], after, stats=self.checks)
-            results = kept_slices(buffer, layout)
+            results = slices(buffer, layout)
         else:
             results = self._own_slices(("cast", bucket), layout, dtype, buffer.device)
             stats = unpack_(results, layout, buffer, after, stats=self.checks)
@@ -120,9 +120,9 @@ class Results:
     ) -> list[Tensor]:
         """Slices of memory that belongs to results alone, reused once no result uses it."""
         memory = self._pool.acquire(key, layout.numel, dtype, device, allocate=new_memory)
-        slices = kept_slices(memory, layout)  # in use before the memory is released
+        results = slices(memory, layout)  # in use before the memory is released
         self._pool.release(key, memory)
-        return slices
+        return results
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats

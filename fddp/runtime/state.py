@@ -30,7 +30,7 @@ from fddp.errors import FddpError, InternalError, error_text
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.flight_ring import FlightEntry
 from fddp.native.layout import Stats
-from fddp.native.pack import native_kept_slices
+from fddp.native.pack import native_slices
 from fddp.runtime.contributions import NOTHING, BackwardContributions, Contributions
 from fddp.runtime.failures import pack_error
 from fddp.runtime.finite_check import FiniteCheck
@@ -536,7 +536,7 @@ class BucketState:
         after = step.result_factor(bucket) if bucket.rescaled else step.after
         if bucket.is_plain and after == 1.0 and not step.measures:
             for leaf, result in zip(
-                bucket.leaves, native_kept_slices()(buffer, bucket.layout.native), strict=True
+                bucket.leaves, native_slices()(buffer, bucket.layout.native), strict=True
             ):
                 step.leaves[leaf] = result
         else:

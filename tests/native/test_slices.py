@@ -6,9 +6,12 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fddp.native.buffer_pool import BufferPool, new_memory
@@ -86,6 +89,37 @@ def test_owners_are_counted(buffer: Tensor) -> None:
     assert storage_use_count(buffer) == 2
     del view
     assert storage_use_count(buffer) == 1
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    param = torch.zeros_like(leaf, requires_grad=True)
+    param.grad = leaf
+    return param
+
+
+HOLDS: dict[str, Callable[[Tensor], object]] = {
+    "view": lambda leaf: leaf[0],
+    "detached": lambda leaf: leaf.detach(),
+    "array": lambda leaf: leaf.numpy(),
+    "storage": lambda leaf: leaf.untyped_storage(),
+    "graph": lambda leaf: (torch.ones(3, 4, requires_grad=True) * leaf).sum(),
+    "closure": lambda leaf: lambda: leaf,
+    "capsule": torch.utils.dlpack.to_dlpack,
+    "gradient": gradient,
+}
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_memory_in_use_has_owners(buffer: Tensor, name: str) -> None:
+    held = HOLDS[name](slices(buffer, LAYOUT)[2])
+    assert storage_use_count(buffer) == 2
+    del held
+    assert storage_use_count(buffer) == 1
+
+
+def test_slices_of_inference_mode_are_plain_tensors() -> None:
+    with torch.inference_mode():
+        assert not any(leaf.is_inference() for leaf in slices(torch.zeros(23), LAYOUT))
 
 
 def test_a_buffer_may_begin_inside_its_storage() -> None:
@@ -168,3 +202,27 @@ def test_views_are_known_however_many_buffers_were_freed() -> None:
     assert len(held) == 10
     assert all(map(pool.is_view, held))
     assert not pool.is_view(torch.ones(2))
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["hold", "view", "drop"]), max_size=3), min_size=2, max_size=8
+    )
+)
+def test_results_that_are_held_never_change(steps: list[list[str]]) -> None:
+    pool = BufferPool(new_memory)
+    held: list[tuple[Tensor, Tensor]] = []
+    for number, acts in enumerate(steps):
+        buffer = pool.acquire(0, 23, torch.float32, torch.device("cpu"))
+        buffer.copy_(torch.arange(23.0) + 100 * number)
+        leaf = slices(buffer, LAYOUT)[2]
+        pool.release(0, buffer)
+        del buffer
+        for act in acts:
+            if act == "drop":
+                del held[:1]
+            else:
+                kept = leaf[1:] if act == "view" else leaf
+                held.append((kept, kept.clone()))
+        del leaf
+        assert all(torch.equal(kept, value) for kept, value in held)

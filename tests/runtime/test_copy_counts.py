@@ -148,28 +148,6 @@ def test_no_memory_is_made_after_the_first_steps(
     assert all(len(found) <= 2 for found in casts)
 
 
-@pytest.mark.parametrize(("name", "sets"), {"functional": 2, "cast": 2, "wrapper": 1}.items())
-def test_results_are_returned_again(name: str, sets: int) -> None:
-    """A step makes no tensor for a result if an earlier one is unused."""
-
-    def run(group: Any) -> list[dict[str, int]]:
-        steps = LOOPS[name][0](group)
-        numbers = [identities(next(steps)) for _ in range(WARM_UP + 2 * STEPS)]
-        steps.close()
-        return numbers[WARM_UP:]
-
-    (numbers,) = fddp.loopback(1, run)
-    assert {len({step[path] for step in numbers}) for path in numbers[0]} == {sets}
-
-
-def identities(held: Any) -> dict[str, int]:
-    """Identities of the results of a step of a loop, by path."""
-    if isinstance(held, nn.Module):
-        return {path: id(param.grad) for path, param in held.named_parameters()}
-    grads = held[1] if isinstance(held, tuple) else held
-    return {path: id(grad) for path, grad in grads.items()}
-
-
 def test_an_element_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into its bucket. Results are what was reduced there: nothing is written after that."""
     written: list[str] = []

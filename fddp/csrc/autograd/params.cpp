@@ -33,7 +33,6 @@
 #include "backward_watch.h"
 #include "gradient_counter.h"
 #include "tensor/checks.h"
-#include "tensor/kept_slices.h"
 #include "tensor/python_lists.h"
 #include "tensor/storage.h"
 
@@ -174,8 +173,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
       }
       ++aliased;
     }
-    const MemoryUse use = memory_use(buffer);
-    return aliased > 0 && use.marked == 0 && storage_use_count(buffer) == 1 + aliased + use.unused;
+    return aliased > 0 && storage_use_count(buffer) == 1 + aliased;
   }
 
   void before_accumulation() {

@@ -14,8 +14,8 @@
 #include <tuple>
 
 #include "clock.h"
-#include "tensor/kept_slices.h"
 #include "tensor/pack.h"
+#include "tensor/storage.h"
 
 namespace py = pybind11;
 
@@ -263,15 +263,12 @@ bool UsualStep::is_usual_sum() {
   });
 }
 
-py::list UsualStep::results() const {
-  py::list results(static_cast<size_t>(program_->leaves));
-  for (int64_t i = 0; i < program_->leaves; ++i) PyList_SET_ITEM(results.ptr(), i, Py_NewRef(Py_None));
+std::vector<at::Tensor> UsualStep::results() const {
+  std::vector<at::Tensor> results(static_cast<size_t>(program_->leaves));
   for (size_t b = 0; b < buffers_.size(); ++b) {
     const StepBucket& bucket = program_->buckets[b];
-    std::vector<py::object> found = kept_slices(buffers_[b], bucket.layout);
-    for (size_t i = 0; i < found.size(); ++i) {
-      PyList_SetItem(results.ptr(), bucket.leaves[i], found[i].release().ptr());
-    }
+    std::vector<at::Tensor> found = slices(buffers_[b], bucket.layout);
+    for (size_t i = 0; i < found.size(); ++i) results[bucket.leaves[i]] = std::move(found[i]);
   }
   return results;
 }
@@ -390,7 +387,7 @@ void bind_usual_step(py::module_& m) {
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())
-      .def("results", torch::wrap_pybind_function([](const UsualStep& step) { return step.results(); }))
+      .def("results", torch::wrap_pybind_function([](const UsualStep& step) { return to_list(step.results()); }))
       .def_property_readonly("waits", [](const UsualStep& step) { return step.waits(); })
       .def("take_over", &UsualStep::take_over, py::call_guard<py::gil_scoped_release>());
 }

@@ -104,8 +104,8 @@ class UsualStep : public BucketListener {
   // Run to the end after backward. Return false if Python has to continue.
   bool finish();
 
-  // Return the results by leaf, None for leaves in no bucket, once `finish` has returned true.
-  pybind11::list results() const;
+  // Return the results by leaf, undefined for leaves in no bucket, once `finish` has returned true.
+  std::vector<at::Tensor> results() const;
 
   // Times at which `finish` waited for a collective, if they matter.
   const std::vector<std::pair<double, double>>& waits() const { return waits_; }

@@ -1,6 +1,7 @@
 #include "storage.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/TensorOptions.h>
@@ -14,7 +15,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "tensor/kept_slices.h"
 #include "tensor/python_lists.h"
 
 namespace py = pybind11;
@@ -39,24 +39,22 @@ c10::Storage storage_slice(c10::Storage owner, int64_t begin_bytes, int64_t size
 
 }  // namespace
 
-at::Tensor slice(const at::Tensor& buffer, const Slot& slot) {
+std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
+  check_buffer(buffer, layout.numel());
+  const c10::InferenceMode no_inference(false);
   const auto item_bytes = static_cast<int64_t>(buffer.itemsize());
   const c10::DispatchKeySet keys(
       c10::computeDispatchKey(buffer.scalar_type(), buffer.layout(), buffer.device()));
-  c10::Storage storage = storage_slice(
-      buffer.storage(), (buffer.storage_offset() + slot.offset) * item_bytes,
-      slot.numel * item_bytes);
-  at::Tensor result =
-      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, buffer.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides);
-  return result;
-}
-
-std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
-  check_buffer(buffer, layout.numel());
   std::vector<at::Tensor> results;
   results.reserve(layout.slots().size());
-  for (const Slot& slot : layout.slots()) results.push_back(slice(buffer, slot));
+  for (const Slot& slot : layout.slots()) {
+    c10::Storage storage = storage_slice(
+        buffer.storage(), (buffer.storage_offset() + slot.offset) * item_bytes,
+        slot.numel * item_bytes);
+    at::Tensor& result = results.emplace_back(
+        at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, buffer.dtype()));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides);
+  }
   return results;
 }
 
@@ -118,17 +116,14 @@ void invalidate(const std::vector<at::Tensor>& tensors, const std::string& error
   }
 }
 
-// Return the position of the first buffer of this form whose memory is unused, or may be once its marked
-// slices were freed, and whether it has any. The position is -1 if there is none.
-std::pair<int64_t, bool> first_free(const py::list& buffers, int64_t numel, at::ScalarType dtype, at::Device device) {
+// Return the position of the first buffer of this form whose memory has no other owner, or -1.
+int64_t first_free(const py::list& buffers, int64_t numel, at::ScalarType dtype, at::Device device) {
   for (size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor& buffer = tensor_at(buffers, i);
     const bool fits = buffer.numel() == numel && buffer.scalar_type() == dtype && buffer.device() == device;
-    if (!fits) continue;
-    const MemoryUse use = memory_use(buffer, /*stop_at_owner=*/true);
-    if (use.marked != 0 || !use.has_owners) return {static_cast<int64_t>(i), use.marked != 0};
+    if (fits && storage_use_count(buffer) == 1) return static_cast<int64_t>(i);
   }
-  return {-1, false};
+  return -1;
 }
 
 }  // namespace
@@ -143,13 +138,6 @@ void bind_storage(py::module_& m) {
   m.def("slices", torch::wrap_pybind_function([](const at::Tensor& buffer, const fddp::Layout& layout) {
     return fddp::to_list(fddp::slices(buffer, layout));
   }));
-  m.def("kept_slices", torch::wrap_pybind_function([](const at::Tensor& buffer, const fddp::Layout& layout) {
-    py::list list;
-    for (py::object& result : fddp::kept_slices(buffer, layout)) list.append(std::move(result));
-    return list;
-  }));
-  m.def("is_unused", torch::wrap_pybind_function(&fddp::is_unused), py::arg("buffer"));
-  m.def("free_marked_slices", torch::wrap_pybind_function(&fddp::free_marked_slices), py::arg("buffer"));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
   m.def("first_free", torch::wrap_pybind_function(&fddp::first_free), py::arg("buffers"), py::arg("numel"),
         py::arg("dtype"), py::arg("device"));

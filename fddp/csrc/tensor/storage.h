@@ -12,7 +12,8 @@
 
 namespace fddp {
 
-// Return one tensor per slot over its range of `buffer`, without a copy, on any device.
+// Return one tensor per slot over its range of `buffer`, without a copy, on any device. Also in inference mode,
+// which results outlive, they are ordinary tensors.
 //
 // [Note: slices]
 // Each result has a Storage of its own, exactly as long as the leaf, over the memory of the buffer.
@@ -21,9 +22,6 @@ namespace fddp {
 // as any result does, and `storage_use_count` of the buffer shows whether one is left. Such a
 // storage cannot be resized.
 std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout);
-
-// Return the tensor over one slot of a buffer that `check_buffer` accepts.
-at::Tensor slice(const at::Tensor& buffer, const Slot& slot);
 
 // Return the storage that a tensor of `slices` is part of; null for any other tensor.
 c10::StorageImpl* owner_of_slice(const at::Tensor& tensor);

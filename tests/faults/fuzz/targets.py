@@ -12,7 +12,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from fddp.native import extension
@@ -88,15 +87,13 @@ def _copying(draw: Draw) -> None:
         case 3:
             module.scale_(buffer, draw.real())
         case _:
-            make = module.slices if draw.likely() else module.kept_slices
-            results = make(buffer, layout)
+            results = module.slices(buffer, layout)
             live = module.LiveViews()
             live.add(buffer)
             for result in results:
                 result.add_(1)
                 live.contains(result)
             module.storage_use_count(buffer if draw.likely() else draw.anything())
-            module.is_unused(buffer if draw.likely() else draw.anything())
             if results and draw.likely():
                 module.invalidate(results, "gone")
                 results[0].sum()
@@ -104,7 +101,7 @@ def _copying(draw: Draw) -> None:
 
 def _loose(draw: Draw) -> None:
     module = extension.load()
-    match draw.below(7):
+    match draw.below(5):
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
@@ -113,44 +110,21 @@ def _loose(draw: Draw) -> None:
             module.invalidate(draw.anything(), draw.anything())
         case 3:
             module.LiveViews().add(draw.anything())
-        case 4:
-            module.kept_slices(draw.anything(), draw.anything())
-        case 5:
-            module.free_marked_slices(draw.anything())
         case _:
             module.LiveViews().contains(draw.anything())
 
 
-_ARRAYS: tuple[Callable[[np.ndarray, Draw], Any], ...] = (
-    lambda a, _: a,
-    lambda a, _: a[::-1],
-    lambda a, _: a[::2],
-    lambda a, _: a.T,
-    lambda a, d: a[..., : d.below(4)],
-    lambda a, d: np.broadcast_to(a, (d.below(3), *a.shape)),
-    lambda a, d: np.lib.stride_tricks.as_strided(a, a.shape, [d.below(9)] * a.ndim),
-    lambda a, _: memoryview(a)[1:],
-    lambda a, _: a.tobytes(),
-    lambda a, _: a.astype("S3"),
-    lambda a, d: d.anything(),
-)
-
-
-def _digests(draw: Draw) -> None:
-    """Memory of all forms; and what takes next to anything."""
+def _anywhere(draw: Draw) -> None:
+    """Functions that take anything."""
     module = extension.load()
-    shape = tuple(draw.below(5) for _ in range(draw.below(3))) or (draw.below(64) * 1023,)
-    array = np.ones(shape, draw.one_of(("u1", "<i2", ">i8", "f4", "c16", "?")))
-    match draw.below(6):
+    match draw.below(3):
         case 0:
             module.shm_available_bytes(draw.anything())
         case 1:
             types = (module.XlaBorrowedBuffers, module.BackendRelease, module.GraphView)
             draw.one_of(types)(draw.anything())
-        case 2:
-            module.has_explicit_inputs(), module.is_compiled_backward()
         case _:
-            module.digest_bytes(draw.one_of(_ARRAYS)(array, draw))
+            module.has_explicit_inputs(), module.is_compiled_backward()
 
 
 def _tree(draw: Draw, depth: int = 3) -> Any:
@@ -366,7 +340,7 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(
         "copying": _copying,
         "copying again": _copying,
         "loose tensors": _loose,
-        "digests": _digests,
+        "anywhere": _anywhere,
         "trees": _trees,
         "operands": _operands,
         "arrivals": _arrivals,
