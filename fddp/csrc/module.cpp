@@ -6,7 +6,6 @@ void bind_backward_watch(py::module_&);
 void bind_flight_ring(py::module_&);
 void bind_gradient_counter(py::module_&);
 void bind_describe(py::module_&);
-void bind_digest(py::module_&);
 void bind_backend_release(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
@@ -37,7 +36,6 @@ PYBIND11_MODULE(_C, m) {
   bind_params(m);
   bind_flight_ring(m);
   bind_usual_step(m);
-  bind_digest(m);
   bind_backend_release(m);
   bind_shm(m);
   bind_shm_backend(m);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.collectives.communicator import communicator_of
-from fddp.native.digest import _on_device, bytes_of, digest_of
+from fddp.collectives.replicas.digest import bytes_of, digest_of
 from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
@@ -22,7 +21,6 @@ from tests.support.models import rand as random
 from tests.support.ranks import TRANSPORTS, Launch, launch_fixture
 from tests.support.unsupported_tensors import Tagged, quantized
 
-WORDS = 2**64
 W = torch.ones(3)
 
 
@@ -36,51 +34,6 @@ def values(*shape: int) -> Tensor:
 # Digests
 
 
-def reference(data: bytes) -> int:
-    """As `csrc/tensor/digest.cpp`, in Python."""
-    factor, other, start = 0x9216D5D98979FB1B, 0xD1310BA698DFB5AD, 0x243F6A8885A308D3
-
-    def mixed(x: int) -> int:
-        x = (x ^ x >> 32) * factor % WORDS
-        x = (x ^ x >> 29) * other % WORDS
-        return x ^ x >> 32
-
-    def taken(state: int, word: int) -> int:
-        state ^= word
-        return ((state << 29 | state >> 35) % WORDS) * factor % WORDS
-
-    if len(data) > 2**20:
-        pieces = [reference(data[at : at + 2**20]) for at in range(0, len(data), 2**20)]
-        return reference(np.array(pieces, np.uint64).tobytes())
-    lanes = [(start + other * lane) % WORDS for lane in range(8)]
-    whole = len(data) // 64 * 64
-    for row in np.frombuffer(data[:whole], np.uint64).reshape(-1, 8).tolist():
-        lanes = [taken(lane, word) for lane, word in zip(lanes, row, strict=True)]
-    rest = np.frombuffer(data[whole:].ljust(64, b"\0"), np.uint64).tolist()
-    state = start ^ len(data)
-    for lane, word in zip(lanes, rest, strict=True):
-        state = mixed(taken(state, taken(lane, word)))
-    return state
-
-
-@given(st.binary(max_size=300))
-def test_digests_are_those_of_the_reference(data: bytes) -> None:
-    assert digest_of(torch.tensor(list(data), dtype=torch.uint8)) == reference(data)
-
-
-@pytest.mark.parametrize("numel", [2**17, 2**17 + 1, 2**18 + 5])
-def test_pieces_of_large_tensors(numel: int) -> None:
-    tensor = torch.arange(numel, dtype=torch.int64)
-    expected = reference(tensor.numpy().tobytes())
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 3):
-            torch.set_num_threads(n)
-            assert digest_of(tensor) == expected
-    finally:
-        torch.set_num_threads(threads)
-
-
 @settings(max_examples=50)
 @given(st.integers(1, 200), st.data())
 def test_any_change_of_bits_changes_the_digest(numel: int, data: Any) -> None:
@@ -92,10 +45,9 @@ def test_any_change_of_bits_changes_the_digest(numel: int, data: Any) -> None:
     bytes_of(changed[0])[one * tensor.element_size() + bit // 8] ^= 1 << bit % 8
     changed[1][[one, two]] = tensor[[two, one]]
     changed[2][[one, two]] *= -1
-    for digest in (digest_of, lambda t: _on_device(bytes_of(t))):
-        for other in changed:
-            same = torch.equal(bytes_of(other), bytes_of(tensor))
-            assert (digest(other) == digest(tensor)) == same
+    for other in changed:
+        same = torch.equal(bytes_of(other), bytes_of(tensor))
+        assert (digest_of(other) == digest_of(tensor)) == same
 
 
 def test_strides_and_bits() -> None:

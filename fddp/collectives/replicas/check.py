@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
+from fddp.collectives.replicas.digest import bytes_of, digest_of, element_at
 from fddp.collectives.replicas.snapshot import check_dense
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import (
@@ -29,7 +30,6 @@ from fddp.core.protocol.differences import (
 )
 from fddp.core.text import counted
 from fddp.errors import DesyncError
-from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
 from fddp.runtime.inputs import check_no_transform, outside_tracing
 from fddp.runtime.untraced import untraced
 from fddp.telemetry.call_site import call_chain
@@ -137,7 +137,7 @@ class _LocalDigest(NamedTuple):
     @property
     def value(self) -> int:
         """Signed 64-bit hash, equal on ranks whose trees are equal."""
-        return _signed(hash_words(self.digests).to_bytes(8, "big"))
+        return _signed(hashlib.sha256(np.array(self.digests, np.uint64).tobytes()).digest())
 
     def report(self) -> dict[str, Any]:
         """The report that ranks exchange if they differ."""
@@ -195,7 +195,7 @@ def _own(tree: Any, when: str) -> _LocalDigest:
     ]
     count = counted(len(leaves), "leaf")
     text = f"check_replicas of {count}{when}, called at {call_chain()}"
-    return _LocalDigest(text, when, leaves, numbers, specs, [digest_of(leaf) for leaf in leaves])
+    return _LocalDigest(text, when, leaves, numbers, specs, [_digest(leaf) for leaf in leaves])
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
@@ -246,9 +246,7 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> tu
     while (stop - start) * itemsize > _SMALL_BYTES:
         size = -(-(stop - start) // _PIECES)
         cuts = range(start, stop, size)
-        digests = [
-            digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
-        ]
+        digests = [_digest(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts]
         payload = np.array(digests, np.uint64).tobytes()
         received = handshake.gather(communicator, place, what, payload)
         piece = _first_apart([np.frombuffer(text, np.uint64) for text in received])
@@ -275,6 +273,11 @@ def _index(position: int, shape: tuple[int, ...]) -> str:
         return "its value"
     spot = tuple(int(i) for i in np.unravel_index(position, shape))
     return f"at index {spot if len(spot) != 1 else spot[0]}"
+
+
+def _digest(tensor: Tensor) -> int:
+    """First 64 bits of a tensor's digest."""
+    return int.from_bytes(digest_of(tensor)[:8], "big")
 
 
 def _signed(word: bytes) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
+from fddp.collectives.replicas.digest import bytes_of, digest_of
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.protocol.messages import AnyOf, Schema, decode
-from fddp.native.digest import bytes_of
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
@@ -29,7 +29,6 @@ _DESCRIPTION: Schema = {
     "obstacle": str,
 }
 _DIGEST_CHARS = 16
-_HASHED_BYTES = 16 * 1024 * 1024  # copied to the CPU at a time
 
 
 @dataclass(frozen=True)
@@ -226,11 +225,8 @@ def _laid_out(leaf: Leaf, like: Leaf) -> Leaf:
 
 
 def _digest(leaf: Leaf) -> str:
-    found = hashlib.sha256()
     if isinstance(leaf, Tensor):
-        found.update(json.dumps(_described(leaf)[:2]).encode())  # not where it is
-        for part in torch.split(bytes_of(leaf), _HASHED_BYTES):
-            found.update(part.cpu().numpy().data)
-    else:
-        found.update(json.dumps(_described(leaf)).encode())
+        header = json.dumps(_described(leaf)[:2]).encode()  # not where it is
+        return digest_of(leaf, header).hex()[:_DIGEST_CHARS]
+    found = hashlib.sha256(json.dumps(_described(leaf)).encode())
     return found.hexdigest()[:_DIGEST_CHARS]
