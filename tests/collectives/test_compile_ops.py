@@ -1,0 +1,67 @@
+"""The operators that graphs are made of: what they compute, shapes and derivatives."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+import fddp
+from fddp.collectives import torch_library
+from fddp.collectives.call_cache import CallSpec, program_of
+from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.operator_program import Operator
+from tests.support.ranks import RankPool
+
+OPS = torch.ops.fddp
+
+
+def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[Tensor]) -> Call:
+    """A call of leaves "0", "1" and so on."""
+    root = 1 if operator == "broadcast_from" else -1
+    asked = CallSpec(operator, communicator.place(()), root)
+    paths = [str(k) for k in range(len(leaves))]
+    program = program_of(communicator, asked, paths, range(len(leaves)), leaves)
+    return Call(communicator, program, CallRecord(None), ("backward",))
+
+
+def check_collectives(rank: int, world_size: int) -> int:
+    checked = 0
+    with fddp.Communicator() as ranks:
+        for operator in get_args(Operator):
+            leaves = [torch.randn(2, 3) + rank, torch.randn(2, 1, dtype=torch.float64)]
+            text = torch_library.call_to_json(make_call(ranks, operator, leaves))
+            op = getattr(OPS, operator).default
+            opcheck(op, (leaves, None, ranks.number, text))
+            opcheck(op, ([None, leaves[1]], torch.empty(0), ranks.number, text))
+            checked += 1
+    return checked
+
+
+def test_collectives_keep_torchs_rules(ranks: RankPool) -> None:
+    assert ranks.run(2, check_collectives) == [7, 7]
+
+
+@given(
+    st.sampled_from(get_args(Operator)),
+    st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4),
+    st.sampled_from([(), ("backward",), ("jvp", "backward")]),
+)
+def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple[str, ...]) -> None:
+    def there_and_back(group: Any) -> None:
+        with fddp.Communicator(group) as ranks:
+            leading = [1] if operator == "reduce_scatter" else []
+            leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
+            call = make_call(ranks, operator, leaves)
+            call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]
+            text = torch_library.call_to_json(call)
+            again = torch_library.call_of(operator, ranks, text)
+            assert again.program.details == call.program.details
+            assert (again.roles, again.text) == (call.roles, call.text)
+            assert torch_library.call_to_json(again) == text
+
+    fddp.loopback(1, there_and_back)
