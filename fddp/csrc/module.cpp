@@ -12,7 +12,7 @@ void bind_leaves(py::module_&);
 void bind_operands(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
-void bind_shm(py::module_&);
+void bind_shm_arena(py::module_&);
 void bind_shm_backend(py::module_&);
 void bind_completion_timestamp(py::module_&);
 void bind_work_spin(py::module_&);
@@ -37,7 +37,7 @@ PYBIND11_MODULE(_C, m) {
   bind_flight_ring(m);
   bind_usual_step(m);
   bind_backend_release(m);
-  bind_shm(m);
+  bind_shm_arena(m);
   bind_shm_backend(m);
   bind_completion_timestamp(m);
   bind_work_spin(m);

@@ -1,10 +1,14 @@
-// Ownership of objects in shared memory whose destructors wait for their threads.
+// Ownership of objects in shared memory whose destructors wait for their threads, and errors of their
+// constructors.
 
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 
 namespace fddp {
@@ -32,6 +36,20 @@ std::shared_ptr<Object> owned(Object* object) {
               without_gil([&] { delete unused; });
             }
           }};
+}
+
+// Call `body`. Translate std::invalid_argument to ValueError and std::system_error to OSError.
+template <class Body>
+auto translate_errors(const Body& body) {
+  try {
+    return body();
+  } catch (const std::invalid_argument& error) {
+    throw pybind11::value_error(error.what());
+  } catch (const std::system_error& error) {
+    PyErr_SetObject(
+        PyExc_OSError, pybind11::make_tuple(error.code().value(), std::string(error.what())).ptr());
+    throw pybind11::error_already_set();
+  }
 }
 
 }  // namespace fddp

@@ -123,9 +123,9 @@ def collectives_in_python(all_reduce: Callable[..., Any]) -> NativeCollectives:
     return NativeCollectives(extension.load().CollectivesInPython(all_reduce), _itself)
 
 
-def collectives_in_memory(shm_group: Any, adopt: Callable[[Any], Any]) -> NativeCollectives:
-    """Return the collectives of a group of ranks that share memory."""
-    return NativeCollectives(extension.load().ShmCollectives(shm_group), adopt)
+def collectives_in_memory(backend: Any, adopt: Callable[[Any], Any]) -> NativeCollectives:
+    """Return the collectives of a `ShmBackend`."""
+    return NativeCollectives(backend.collectives_of_steps(), adopt)
 
 
 def _itself(work: Any) -> Any:

@@ -28,7 +28,7 @@ from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.shm.bindings import Status, make_arena, make_shm_group, view_arena
+from fddp.transport.shm.bindings import Status, make_arena, make_shm_backend, view_arena
 from fddp.transport.shm.fd_passing import FdListener, connect
 from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map
@@ -278,16 +278,16 @@ def test_a_corrupt_control_block_ends_in_an_error(garbage: bytes) -> None:
     control_block = arenas[0].make_control_block(2)
     assert control_block is not None
     views = [view_arena(arena.fd, arena.span) for arena in arenas]
-    shm_group = make_shm_group(arenas[0], [None, views[1]], 0, control_block, [-1, -1], 0.3, 2)
-    work = shm_group.start("all_reduce", torch.ones(100_000))
+    backend = make_shm_backend(arenas[0], [None, views[1]], 0, control_block, [-1, -1], 0.3, 2)
+    work = backend.start("all_reduce", torch.ones(100_000))
     views[0].write(control_block, garbage * 16_000)  # smaller than that of two members
     status = Status.PENDING
     for _ in range(100):
-        status = Status(work.wait(0.1))
+        status = Status(work.status_within(0.1))
         if status != Status.PENDING:
             break
     assert status in (Status.TIMEOUT, Status.CORRUPT, Status.LOST)
-    shm_group.leave()
+    backend.shutdown()
 
 
 # The functions of the extension

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.c10d import backends, peer_monitor
+from fddp.transport.c10d import gloo, peer_monitor, shared_memory
 from fddp.transport.liveness.membership import Membership
 from fddp.transport.liveness.status_store import StoreStatusBoard
-from fddp.transport.shm import transport as shm
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool, run_fresh
 
@@ -256,8 +254,8 @@ def fail_at_calls(
             try:
                 if rank == 0:
                     with (
-                        mock.patch.object(backends, "_CHECK_INTERVAL", timedelta(milliseconds=1)),
-                        mock.patch.object(shm, "_CHECK_INTERVAL_S", 0.001),
+                        mock.patch.object(gloo, "CHECK_INTERVAL_S", 0.001),
+                        mock.patch.object(shared_memory, "CHECK_INTERVAL_S", 0.001),
                         mock.patch.object(peer_monitor, "_CHECK_PROCESSES_AFTER_S", 0.0),
                         failing_at(number) as raised,
                     ):

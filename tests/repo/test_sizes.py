@@ -17,7 +17,7 @@ WIDE = {
     *("next_loss_scale", "make_schedule", "measure_cost", "plan_optimal"),
     *("GradSync.__init__", "DistributedDataParallel.__init__"),
     *("PeriodicSync.__init__", "VirtualSampler.__init__"),
-    *("make_shm_group", "ShmGroup.start"),
+    *("make_shm_backend", "ShmBackend.start"),
     "_in_graph",  # of flat constants, which dynamo traces
 }
 

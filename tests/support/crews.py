@@ -17,7 +17,7 @@ COPIED, IN_PLACE = 1024, 40_000  # elements: far below and above the limit of co
 
 
 class Crew(NamedTuple):
-    """The members' handles of one shm group, in one process."""
+    """The members' backends of one group, in one process."""
 
     arenas: list[Any]
     groups: list[Any]
@@ -37,12 +37,12 @@ def crew_of(size: int, timeout_s: float = 20.0, span_bytes: int = 64 * MIB) -> C
             None if other == rank else _C.ShmView(arenas[other].fd, span_bytes)
             for other in range(size)
         ]
-        groups.append(_C.ShmGroup(arena, views, rank, control_block, [-1] * size, timeout_s))
+        groups.append(_C.ShmBackend(arena, views, rank, control_block, [-1] * size, timeout_s))
     return Crew(arenas, groups, control_block)
 
 
 def outcome(operations: Sequence[Any]) -> set[int]:
-    return {operation.wait(20.0) for operation in operations}
+    return {operation.status_within(20.0) for operation in operations}
 
 
 def run(crew: Crew, kind: str, tensors: Sequence[Tensor], **options: Any) -> None:

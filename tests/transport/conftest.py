@@ -22,4 +22,4 @@ def crews() -> Iterator[Callable[[int], Crew]]:
     yield get
     for crew in made.values():
         for group in crew.groups:
-            group.leave()
+            group.shutdown()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.c10d.backends import Communicator
+from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.liveness.bounded_store import BoundedStore
 from fddp.transport.loopback import LoopbackTransport
 from fddp.transport.shm import host_discovery

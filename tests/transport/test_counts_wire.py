@@ -19,7 +19,7 @@ import fddp
 from fddp import periodic
 from fddp.hooks import bf16_compress, error_feedback, int4, int8
 from fddp.sync.engine import Engine
-from fddp.transport.c10d.backends import Communicator
+from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.operation import Operation
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool

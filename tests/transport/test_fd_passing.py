@@ -156,7 +156,7 @@ def guarded_on_rank(rank: int, world_size: int) -> None:
         assert transport.name == "shm"
         tensor = transport.empty(1000, torch.float32, torch.device("cpu")).fill_(1.0)
         transport.exchange(b"memory is there")
-        arena = transport._arena  # type: ignore[attr-defined]
+        arena = transport._memory._arena  # type: ignore[attr-defined]
         owner, file, span = os.getpid(), os.dup(arena.fd), arena.span
 
         def pry() -> None:

@@ -52,16 +52,15 @@ def test_operations_finish_in_any_order_of_waiting(crews: Callable[[int], Crew])
     for rank, wave in enumerate(waves):
         random.Random(rank).shuffle(wave)
         for tensor, operation in wave:
-            assert operation.wait(20.0) == _C.SHM_OK
+            assert operation.status_within(20.0) == _C.SHM_OK
             assert operation.done
             assert bool((tensor == 3.0).all())
-    assert len({operation.number for _, operation in waves[0]}) == len(numels)
 
 
 def test_a_wait_ends_after_its_slice_and_can_be_repeated(crews: Callable[[int], Crew]) -> None:
     crew = crews(2)
-    first = crew.groups[0].start("all_reduce", torch.ones(4), record_time=True)
-    assert first.wait(0.05) == _C.SHM_PENDING
+    first = crew.groups[0].start("all_reduce", torch.ones(4), prompt=True)
+    assert first.status_within(0.05) == _C.SHM_PENDING
     assert not first.done
     assert first.done_s is None
     second = crew.groups[1].start("all_reduce", torch.ones(4))
@@ -95,18 +94,18 @@ def test_absent_members_are_named_to_all() -> None:
     operations = [crew.groups[rank].start("all_reduce", torch.ones(5)) for rank in (0, 2)]
     assert outcome(operations) == {_C.SHM_TIMEOUT}
     # The one that comes late finds that the others have given up, although all had come.
-    assert crew.groups[1].start("all_reduce", torch.ones(5)).wait(20.0) == _C.SHM_TIMEOUT
+    assert crew.groups[1].start("all_reduce", torch.ones(5)).status_within(20.0) == _C.SHM_TIMEOUT
     for group in crew.groups:
         assert group.failure[:2] == (_C.SHM_TIMEOUT, (1,))
-        assert group.start("all_reduce", torch.ones(5)).wait(0.0) == _C.SHM_TIMEOUT
-        group.leave()
+        assert group.start("all_reduce", torch.ones(5)).status_within(0.0) == _C.SHM_TIMEOUT
+        group.shutdown()
 
 
 def test_leaving_members_are_lost_to_waiting_ones() -> None:
     crew = crew_of(3)
     run(crew, "all_reduce", [torch.ones(IN_PLACE) for _ in range(3)])
     waiting = [crew.groups[rank].start("all_reduce", torch.ones(IN_PLACE)) for rank in (0, 1)]
-    crew.groups[2].leave()
+    crew.groups[2].shutdown()
     assert outcome(waiting) == {_C.SHM_LOST}
     assert crew.groups[0].failure[:2] == (_C.SHM_LOST, (2,))
     assert crew.groups[0].states[2] == "left"
@@ -120,33 +119,33 @@ def test_operations_finished_by_others_are_finished(numel: int) -> None:
     pairs = zip(crew.groups, late, strict=True)
     first = [group.start("all_reduce", own, wait_soon=True) for group, own in pairs]
     if numel == IN_PLACE:
-        assert first[2].wait(0.05) == _C.SHM_PENDING, "its part is done, but for the end"
+        assert first[2].status_within(0.05) == _C.SHM_PENDING, "its part is done, but for the end"
     with ThreadPoolExecutor() as waiting:
-        assert set(waiting.map(lambda own: own.wait(20.0), first[:2])) == {_C.SHM_OK}
-    crew.groups[1].leave()
+        assert set(waiting.map(lambda own: own.status_within(20.0), first[:2])) == {_C.SHM_OK}
+    crew.groups[1].shutdown()
     behind = [crew.groups[rank].start("all_reduce", torch.ones(numel)) for rank in (0, 2)]
-    assert behind[0].wait(20.0) == _C.SHM_LOST
-    assert first[2].wait(20.0) == _C.SHM_OK
+    assert behind[0].status_within(20.0) == _C.SHM_LOST
+    assert first[2].status_within(20.0) == _C.SHM_OK
     assert late[2].unique().tolist() == [3.0]
-    assert behind[1].wait(20.0) == _C.SHM_LOST
+    assert behind[1].status_within(20.0) == _C.SHM_LOST
     assert crew.groups[2].failure[:2] == (_C.SHM_LOST, (1,))
 
 
 def test_leaving_ends_pending_operations() -> None:
     crew = crew_of(2)
     operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
-    crew.groups[0].leave()
-    crew.groups[0].leave()
+    crew.groups[0].shutdown()
+    crew.groups[0].shutdown()
     assert operation.done
-    assert operation.wait(1.0) == _C.SHM_CLOSED
-    assert crew.groups[0].start("all_reduce", torch.ones(3)).wait(1.0) == _C.SHM_CLOSED
+    assert operation.status_within(1.0) == _C.SHM_CLOSED
+    assert crew.groups[0].start("all_reduce", torch.ones(3)).status_within(1.0) == _C.SHM_CLOSED
 
 
 def test_a_failure_elsewhere_is_reported_to_all() -> None:
     crew = crew_of(3)
     operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
     crew.groups[2].fail(_C.SHM_PEER_FAILED, [1])
-    assert operation.wait(20.0) == _C.SHM_PEER_FAILED
+    assert operation.status_within(20.0) == _C.SHM_PEER_FAILED
     assert crew.groups[0].failure == (_C.SHM_PEER_FAILED, (1,), 2)
 
 
@@ -196,10 +195,10 @@ def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
     assert (number, where) == (0, 0)
     assert offset > 0
     crew.arenas[0].write(descriptor + at, data)
-    status = crew.groups[0].start("all_reduce", tensors[0], wait_soon=True).wait(20.0)
+    status = crew.groups[0].start("all_reduce", tensors[0], wait_soon=True).status_within(20.0)
     blamed = crew.groups[0].failure[1]
     if status != _C.SHM_MISMATCH:
-        assert operation.wait(20.0) == status
+        assert operation.status_within(20.0) == status
     return status, blamed
 
 
@@ -223,7 +222,7 @@ def test_a_corrupt_descriptor_is_an_error(at: int, data: bytes, status: str) -> 
     assert found == getattr(_C, status)
     assert blamed == ((1,) if status == "SHM_CORRUPT" else ())
     for group in crew.groups:
-        group.leave()
+        group.shutdown()
 
 
 def _scribbling(rank: int, world_size: int, seed: int) -> int:
@@ -241,10 +240,10 @@ def _scribbling(rank: int, world_size: int, seed: int) -> int:
                 begin += crew.control_block + 8 * rng.randrange(32)
                 crew.arenas[0].write(begin, rng.randbytes(rng.choice([1, 4, 8])))
             for operation in operations:
-                operation.wait(0.2)
+                operation.status_within(0.2)
                 operation.descriptors()
         for group in crew.groups:
-            group.leave()
+            group.shutdown()
     return 25
 
 
@@ -275,7 +274,7 @@ _FORKING = """
         if crew.arenas[0].empty(2**20, torch.float32) is not None or crew.arenas[0].trim() != 0:
             os._exit(8)
         del pending, tensors
-        crew.groups[0].leave()
+        crew.groups[0].shutdown()
         del crew
         gc.collect()
         sys.exit(7)
@@ -283,8 +282,8 @@ _FORKING = """
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert bool((mine == 7.0).all())
     assert crew.groups[1].states == ["active", "active"]
-    assert crew.groups[1].start("all_reduce", tensors[1]).wait(20.0) == _C.SHM_OK
-    assert pending.wait(20.0) == _C.SHM_OK
+    assert crew.groups[1].start("all_reduce", tensors[1]).status_within(20.0) == _C.SHM_OK
+    assert pending.status_within(20.0) == _C.SHM_OK
     assert bool((tensors[0] == 4.0).all())
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))

@@ -190,7 +190,7 @@ def kept_on_rank(rank: int, world_size: int) -> None:
     """A small result that outlives its transport keeps neither files nor much memory."""
     transport = open_transport(timeout_s=20)
     cpu = torch.device("cpu")
-    file = os.dup(transport._arena.fd)  # type: ignore[attr-defined]
+    file = os.dup(transport._memory._arena.fd)  # type: ignore[attr-defined]
     large, small = (transport.empty(n, torch.float32, cpu).fill_(1.0) for n in (8_000_000, 4))
     transport.all_reduce(large).wait("the sum")
     transport.all_reduce(small).wait("the sum")

@@ -203,7 +203,7 @@ def test_bits_do_not_depend_on_the_thread_that_adds_up(
     """Threads differ in what they do with subnormal numbers; which one carries out is chance."""
     crew, tiny = crews(2), torch.full((numel,), 1e-39)
     # What is left to those who wait, and what the progress threads hurry with.
-    for options in ({"wait_soon": numel == COPIED}, {"record_time": True}):
+    for options in ({"wait_soon": numel == COPIED}, {"prompt": True}):
         tensors = [tiny.clone(), tiny.clone()]
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor can't flush subnormal numbers")

@@ -167,7 +167,7 @@ def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
         sync = fddp.GradSync(W, group=group)
         result = sync(W)["w"].tolist()
         transport = sync._engine.transport
-        answers = transport.status.board.answers([0, 1], 0, 5.0)
+        answers = transport.status.board.answers([0, 1], "", 5.0)
         del sync
         dist.barrier()
         outcome.append((name, seen, result == [1.0] * 3 and None not in answers.values()))

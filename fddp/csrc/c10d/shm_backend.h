@@ -44,6 +44,10 @@ class ShmBackend : public c10d::Backend {
   uint64_t staged_operations() const {
     return group_ == nullptr ? 0 : group_->staged_operations();
   }
+  // The group, null for one rank.
+  const std::shared_ptr<shm::ShmGroup>& group() const {
+    return group_;
+  }
   void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override {
     return sequence_;

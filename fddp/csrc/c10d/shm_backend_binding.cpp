@@ -2,44 +2,174 @@
 
 #include "c10d/open_groups.h"
 #include "c10d/shm_backend.h"
+#include "c10d/shm_in_place.h"
+#include "shm_ownership.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
 
-void bind_shm_backend(py::module_& m) {
-  using fddp::ShmBackend;
-  py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(
+namespace fddp {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<ShmBackend>;
+
+shm::Nanoseconds nanoseconds(double seconds) {
+  constexpr double kMaxSeconds = 1e9;
+  TORCH_CHECK_VALUE(!std::isnan(seconds), "the timeout is NaN");
+  return std::chrono::duration_cast<shm::Nanoseconds>(
+      shm::Seconds(std::clamp(seconds, 0.0, kMaxSeconds)));
+}
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(nanoseconds(seconds));
+}
+
+BackendPtr make_backend(
+    const std::shared_ptr<shm::Arena>& arena,
+    const std::vector<std::shared_ptr<shm::Mapping>>& views, size_t index,
+    uint64_t control_block_offset, const std::vector<int>& pidfds, double timeout_s,
+    size_t waiters_on_host) {
+  TORCH_CHECK_TYPE(arena != nullptr, "the arena is None");
+  TORCH_CHECK_VALUE(
+      index < views.size() && views.size() == pidfds.size(), "index=", index, " with ",
+      views.size(), " views and ", pidfds.size(), " pidfds");
+  shm::ShmGroupOptions options = {
+      arena, views, index, control_block_offset, pidfds, nanoseconds(timeout_s), waiters_on_host};
+  options.mappings[index] = arena->mapping();
+  for (const auto& mapping : options.mappings) {
+    TORCH_CHECK_VALUE(mapping != nullptr, "views is None for a peer of member ", index);
+  }
+  const int size = static_cast<int>(views.size());
+  auto group = translate_errors([&] { return owned(new shm::ShmGroup(std::move(options))); });
+  return c10::make_intrusive<ShmBackend>(
+      std::move(group), static_cast<int>(index), size, milliseconds(timeout_s));
+}
+
+InPlaceOperation start(
+    const ShmBackend& backend, std::string_view kind, const at::Tensor& tensor, int64_t src,
+    bool average, std::vector<int64_t> association, bool wait_soon, bool prompt,
+    std::optional<InPlaceOptions::Tree> tree) {
+  return start_in_place(
+      backend.group(), kind, tensor,
+      {src, average, std::move(association), wait_soon, prompt, std::move(tree)});
+}
+
+py::tuple failure_of(const ShmBackend& backend) {
+  const shm::Failure failure = backend.group()->failure();
+  py::list blamed;
+  for (size_t m = 0; m < backend.group()->members(); ++m) {
+    if (failure.blamed[m]) blamed.append(m);
+  }
+  return py::make_tuple(static_cast<int>(failure.status), py::tuple(blamed), failure.reporter);
+}
+
+std::vector<std::string> states_of(const ShmBackend& backend) {
+  constexpr const char* kNames[] = {"active", "left", "failed"};
+  std::vector<std::string> states;
+  for (size_t m = 0; m < backend.group()->members(); ++m) {
+    const auto state = static_cast<size_t>(backend.group()->state(m));
+    states.emplace_back(kNames[std::min<size_t>(state, 2)]);
+  }
+  return states;
+}
+
+void fail(const ShmBackend& backend, int status, const std::vector<size_t>& members) {
+  const auto cause = static_cast<shm::Status>(status);
+  TORCH_CHECK_VALUE(shm::is_failure(cause), "status ", status, " is not a failure of a group");
+  shm::Members blamed;
+  for (const size_t member : members) {
+    TORCH_CHECK_VALUE(
+        member < backend.group()->members(), "member ", member, " is not in the group of ",
+        backend.group()->members());
+    blamed.set(member);
+  }
+  const py::gil_scoped_release released;
+  backend.group()->fail(cause, blamed);
+}
+
+void bind_operation(py::module_& m) {
+  py::class_<InPlaceOperation>(m, "ShmOperation", "An operation of ShmBackend.start.")
+      .def(
+          "status_within",
+          torch::wrap_pybind_function_no_gil([](const InPlaceOperation& operation, double seconds) {
+            return static_cast<int>(operation.status_within(nanoseconds(seconds)));
+          }),
+          py::arg("seconds"), "Return the status, waiting for at most some seconds.")
+      .def_property_readonly("done", &InPlaceOperation::done)
+      .def_property_readonly("done_s", &InPlaceOperation::done_s)
+      .def("descriptors", &InPlaceOperation::descriptors);
+}
+
+void bind_backend(py::module_& m) {
+  py::class_<ShmBackend, c10d::Backend, BackendPtr>(
       m, "ShmBackend", "Backend of torch.distributed over a shared-memory group.")
       .def(
-          py::init([](std::shared_ptr<fddp::shm::ShmGroup> group, int rank, int size,
-                      double timeout_s) {
-            const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
-                std::chrono::duration<double>(timeout_s));
-            return c10::make_intrusive<ShmBackend>(std::move(group), rank, size, timeout);
-          }),
-          py::arg("group").none(true), py::arg("rank"), py::arg("size"), py::arg("timeout_s"))
+          py::init(torch::wrap_pybind_function(&make_backend)), py::arg("arena"), py::arg("views"),
+          py::arg("index"), py::arg("control_block_offset"), py::arg("pidfds"),
+          py::arg("timeout_s"), py::arg("waiters_on_host") = 0)
+      .def_static(
+          "alone",
+          [](double timeout_s) {
+            return c10::make_intrusive<ShmBackend>(nullptr, 0, 1, milliseconds(timeout_s));
+          },
+          py::arg("timeout_s"), "Create the backend of a group of one rank.")
       .def(
           "split",
           [](ShmBackend& backend, const c10::intrusive_ptr<c10d::Store>& store,
              const std::vector<int>& ranks, double timeout_s) {
-            const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
-                std::chrono::duration<double>(timeout_s));
             return backend.split(
-                store, ranks, c10::make_intrusive<c10d::Backend::Options>("fddp", timeout));
+                store, ranks,
+                c10::make_intrusive<c10d::Backend::Options>("fddp", milliseconds(timeout_s)));
           },
           py::arg("store"), py::arg("ranks"), py::arg("timeout_s"),
           "Create a backend of some ranks of this one, which meet in the store.")
+      .def(
+          "start", torch::wrap_pybind_function(&start), py::arg("kind"), py::arg("tensor"),
+          py::arg("src") = 0, py::arg("average") = false,
+          py::arg("association") = std::vector<int64_t>{}, py::arg("wait_soon") = false,
+          py::arg("prompt") = false, py::arg("tree") = py::none(),
+          "Start an operation on a whole tensor, in place.")
+      .def(
+          "collectives_of_steps",
+          [](const ShmBackend& backend) { return collectives_in_memory(backend.group()); })
+      .def_property_readonly("failure", &failure_of)
+      .def_property_readonly("states", &states_of)
+      .def("fail", torch::wrap_pybind_function(&fail), py::arg("status"), py::arg("members"))
       .def_property_readonly(
           "staged_operations", &ShmBackend::staged_operations,
           "Number of operations whose data has passed through this rank's staging buffer.");
+}
+
+}  // namespace
+}  // namespace fddp
+
+void bind_shm_backend(py::module_& m) {
+  fddp::bind_operation(m);
+  fddp::bind_backend(m);
   m.def(
       "leave_open_groups", &fddp::leave_open_groups,
       "Leave all groups of backends, as `shutdown` does.",
       py::call_guard<py::gil_scoped_release>());
+  using fddp::shm::Status;
+  m.attr("SHM_PENDING") = static_cast<int>(Status::kPending);
+  m.attr("SHM_OK") = static_cast<int>(Status::kOk);
+  m.attr("SHM_LOST") = static_cast<int>(Status::kLost);
+  m.attr("SHM_TIMEOUT") = static_cast<int>(Status::kTimeout);
+  m.attr("SHM_MISMATCH") = static_cast<int>(Status::kMismatch);
+  m.attr("SHM_CLOSED") = static_cast<int>(Status::kClosed);
+  m.attr("SHM_CORRUPT") = static_cast<int>(Status::kCorrupt);
+  m.attr("SHM_PEER_FAILED") = static_cast<int>(Status::kPeerFailed);
 }

@@ -1,5 +1,5 @@
 // Collectives that a step starts and waits for. The implementations are shared memory
-// (shm_binding.cpp) and transports in Python (collectives.cpp).
+// (c10d/shm_in_place.cpp) and transports in Python (collectives.cpp).
 
 #pragma once
 

@@ -16,7 +16,7 @@ from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.opening import open_shm_groups
 
 if TYPE_CHECKING:
-    from fddp.transport.shm.bindings import ShmGroup
+    from fddp.transport.shm.bindings import ShmBackend
 
 _log = logging.getLogger("fddp")
 
@@ -50,7 +50,7 @@ def create_backend(options: Any, _: object = None) -> Any:
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
     whole = _default_backend()
     if size == 1:
-        backend = extension.load().ShmBackend(None, rank, size, timeout_s)
+        backend = extension.load().ShmBackend.alone(timeout_s)
         choice = BackendChoice("shm", "the group has only one rank")
     elif whole is not None and options.global_ranks_in_group:
         # The ranks have mapped each other's memory already.
@@ -58,11 +58,8 @@ def create_backend(options: Any, _: object = None) -> Any:
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
         exchange = StoreExchange(options.store, rank, size, timeout_s)
-        group, choice = _open_group(exchange)
-        if group is None:
-            backend = _gloo(options, timeout_s)
-        else:
-            backend = extension.load().ShmBackend(group, rank, size, timeout_s)
+        opened, choice = _open_in_memory(exchange)
+        backend = _gloo(options, timeout_s) if opened is None else opened
         exchange.close()
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
@@ -104,8 +101,8 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
-def _open_group(exchange: StoreExchange) -> tuple[ShmGroup | None, BackendChoice]:
-    """Return the shared memory of the ranks, None if they do not all share it."""
+def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, BackendChoice]:
+    """Return a backend in the memory of the ranks, None if they do not all share it."""
     size = exchange.world_size
     everyone = tuple(range(size))
     host_groups = discover_hosts(exchange)

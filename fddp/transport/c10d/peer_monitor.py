@@ -36,12 +36,10 @@ class PeerMonitor:
         membership: Membership,
         detector: FailureDetector,
         status: TransportStatus,
-        timeout_s: float,
     ) -> None:
         self._membership = membership
         self._detector = detector
         self._status = status
-        self._timeout_s = timeout_s
         self._began_s = 0.0  # start of the current or last wait
 
     def begin_wait(self, ago_s: float = 0.0) -> float:
@@ -70,16 +68,15 @@ class PeerMonitor:
             PeerAbortedError: another rank has failed the step that this one is in.
             ProcessExitedError: the process of another rank has ended.
         """
-        wait = self._status.begin(what)
+        self._status.begin(what)
         if check_failures and self._membership.failed():
             raise PeerFailureError("another rank reported a failure")
         if (peer := self._status.board.step_failure(self._status)) is not None:
             raise PeerAbortedError(peer)
         now_s = time.perf_counter()
-        if not check_failures or now_s - begin_s > _CHECK_PROCESSES_AFTER_S:
+        late = now_s - begin_s > _CHECK_PROCESSES_AFTER_S
+        if among != () and (late or not check_failures):
             self._detector.check_alive(among, refresh=not check_failures)
-        if now_s - begin_s > self._timeout_s / 4:
-            wait.query(self._status.board, now_s)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
         """Exchange reports with the other ranks and return the cause of a failure; arguments as for
@@ -143,7 +140,12 @@ class PeerMonitor:
         )
 
     def adopt(self, failure: Failure) -> Failure:
-        """Report a failure that was detected outside the backend, and add the ranks' statuses."""
+        """Report a failure whose cause a communicator has found; complete it and return it."""
+        if failure.late:
+            failure = failure._replace(waited_s=time.perf_counter() - self._began_s)
+        if failure.text == CLOSED:
+            # The other rank may have closed after a mismatch that this one sees only now.
+            failure = failure._replace(mismatch=self._membership.mismatch())
         verdict: Verdict = "timeout" if failure.late else "dead"
         self.report(Report(verdict, failure.silent))
         return self._with_statuses(failure)
@@ -157,16 +159,11 @@ class PeerMonitor:
         """Publish the different operations of the ranks, for ranks that detect it later."""
         self._membership.publish_mismatch(text)
 
-    def mismatch(self) -> str:
-        return self._membership.mismatch()
-
     def _with_statuses(self, failure: Failure) -> Failure:
         """Add the statuses of the ranks to a timeout, silent ranks first."""
         if not failure.late or failure.mismatch:
             return failure
-        # Ranks that gave up before this one sent any query published their status then.
-        since = self._status.since or (1 if failure.gave_up else 0)
-        return failure._replace(statuses=self._detector.describe_status(failure.silent, since))
+        return failure._replace(statuses=self._detector.describe_status(failure.silent))
 
 
 def _is_late(text: str) -> bool:

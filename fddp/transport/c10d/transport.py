@@ -1,7 +1,9 @@
-"""Transport over any backend of `torch.distributed`.
+"""Transport over a group of `torch.distributed`.
 
-Each transport has its own communicators: one over all ranks, and one for each of its subgroups. A
-failure in one of them closes the transport on all ranks.
+Each transport has its own communicators: one for each device, over all ranks and over those of each
+subgroup. On the CPU it is one in shared memory where these ranks share a host. A hierarchical
+schedule thus runs through shared memory within each host and through the group's own backend across
+hosts. A failure in one communicator closes the transport on all ranks.
 
 gloo and nccl communicators are built directly on a prefix of the group's store. `new_group` would
 need every process of the job or, with local synchronisation, group names that diverge between
@@ -16,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,39 +26,44 @@ from torch.distributed import distributed_c10d
 
 from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
+from fddp.native.usual_step import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
-from fddp.transport.c10d.backends import Communicator, CommunicatorSpec, connect
+from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
+from fddp.transport.c10d.connection import connect
+from fddp.transport.c10d.host_memory import HostMemory
+from fddp.transport.c10d.issued_works import IssuedWorks
 from fddp.transport.c10d.peer_monitor import PeerMonitor
+from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.finalizer import on_finalize
 from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
-from fddp.transport.liveness.failure import to_error
+from fddp.transport.liveness.failure import mismatch_error, to_error
 from fddp.transport.liveness.failure_detector import FailureDetector
-from fddp.transport.liveness.interrupts import from_user_code
+from fddp.transport.liveness.interrupts import (
+    CommunicatorFailedError,
+    OperationMismatchError,
+    from_user_code,
+)
 from fddp.transport.liveness.membership import Membership, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fddp.transport.c10d.backends import PendingCollective
+    from torch import Tensor
+
+    from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.operation import Operation
+    from fddp.transport.shm.bindings import ShmOperation
+    from fddp.transport.shm.host_discovery import HostGroups
 
-_MAX_WORKS = 256  # works remembered before finished ones are removed
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
 
 
 class C10dTransport(Transport):
-    """Private communicators over a `torch.distributed` group.
-
-    Attributes:
-        lock: held while a failure is handled.
-        on_failure: called with the description of a failed operation before its cause is known,
-            with `lock` held.
-        peers: the other ranks.
-    """
+    """Private communicators over a `torch.distributed` group."""
 
     name = "c10d"
     reason = "it was requested"
@@ -73,11 +80,13 @@ class C10dTransport(Transport):
         self.control_device = next((d for d in devices if d.type == "cpu"), devices[0])
         self.timeout_s = _group_timeout_s(group, devices[0]) if timeout_s is None else timeout_s
         self._global_ranks = dist.get_process_group_ranks(group)
-        self.lock = threading.RLock()
-        self.on_failure: Callable[[str], None] | None = None
+        self._lock = threading.RLock()  # held while a failure is handled
         self._failure: Failure | None = None
-        self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
-        self._works: list[weakref.ref[_C10dWork]] = []  # in issue order, some finished
+        self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}  # by device
+        self._opened: list[Communicator] = []
+        self._memory: HostMemory | None = None
+        self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
+        self._works = IssuedWorks()
         store = group.get_group_store()
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
         self.status, board_ranks = status_store.register(group, self.timeout_s)
@@ -85,7 +94,7 @@ class C10dTransport(Transport):
         self._detector = FailureDetector(
             self._membership, self.status, board_ranks, self._global_ranks, self.timeout_s
         )
-        self.peers = PeerMonitor(self._membership, self._detector, self.status, self.timeout_s)
+        self._peers = PeerMonitor(self._membership, self._detector, self.status)
         self._cancel_finalizer: Callable[[], None] = lambda: None
         register_fork_owner(self)  # [Note: forks]
         try:
@@ -108,15 +117,15 @@ class C10dTransport(Transport):
         def set_key(count: int) -> None:
             self.status.key = f"{group_key}/{count}"
 
-        check = partial(self.peers.check, what, self.peers.begin_wait(), check_failures=False)
+        check = partial(self._peers.check, what, self._peers.begin_wait(), check_failures=False)
         try:
             absent = self._membership.open(self.timeout_s, check, set_key)
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
-            statuses = self._detector.describe_status(absent, self.status.since)
+            statuses = self._detector.describe_status(absent)
             self.status.fail(what)
-            self.status.board.publish()
+            self.status.board.publish(self.status.key)
             raise SyncTimeoutError(
                 f"opening a {title} on rank {self.rank} of {self.world_size}: "
                 f"{self._detector.names(absent)} did not open theirs within "
@@ -125,7 +134,7 @@ class C10dTransport(Transport):
                 absent,
             )
         self._detector.refresh_processes()  # while the store is reachable
-        self._connect([self._everyone])
+        self._connect_through_torch([self._everyone])
 
     def set_title(self, title: str) -> None:
         """Set the label to `title` and a number. All ranks must have agreed on the title."""
@@ -141,27 +150,106 @@ class C10dTransport(Transport):
     def members(self) -> tuple[int, ...]:
         return tuple(self._global_ranks)
 
+    def share_memory(self, host_groups: HostGroups) -> None:
+        """Use shared memory where ranks share a host; a collective call. Takes ownership of the
+        argument."""
+        self._memory = HostMemory(host_groups, self.world_size)
+        if self.world_size > 1 and host_groups.share_host(self._everyone):
+            self._open_in_memory(self._memory, [self._everyone])
+        self.name, self.reason = self._memory.name, self._memory.reason
+
+    def dismiss_memory(self) -> None:
+        """Free the shared memory, in which no communicator was opened."""
+        if self._memory is not None:
+            self._memory.free()
+        self._memory = None
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        axes: tuple[str, ...] = (),
+        average: bool = False,
+        record_time: bool = False,
+        wait_soon: bool = False,
+    ) -> Work:
+        # As the base class's, which takes as long as it takes to sum up some thousand numbers.
+        ranks = self._subgroups.ranks.get(axes, ()) if axes else self._everyone
+        communicator = self._in_memory.get(ranks)
+        if communicator is not None:
+            try:
+                handle = communicator.backend.start(
+                    "all_reduce", tensor, 0, average, (), wait_soon, record_time
+                )
+            except (TypeError, ValueError):
+                pass  # the base class raises the precise error, or uses another communicator
+            else:
+                work = _C10dWork(self, communicator, handle, ranks)
+                if record_time:
+                    work.record_time()
+                return work
+        return super().all_reduce(
+            tensor, axes=axes, average=average, record_time=record_time, wait_soon=wait_soon
+        )
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As the base class's: shared memory on the CPU, unless no pages can be reserved."""
+        if self._memory is not None and device.type == "cpu":
+            shared = self._memory.empty(numel, dtype)
+            if shared is not None:
+                return shared
+        return super().empty(numel, dtype, device)
+
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        new = [ranks for ranks in groups if ranks not in self._communicators]
+        if self._memory is not None:
+            self._open_in_memory(self._memory, new)
+            self.name, self.reason = self._memory.name, self._memory.reason
+            if not self._memory.serves_others:
+                new = [ranks for ranks in new if ranks not in self._memory.communicators]
+        self._connect_through_torch(new)
+
+    def _open_in_memory(self, memory: HostMemory, groups: Sequence[tuple[int, ...]]) -> None:
+        others = [device for device in self._backends if device != "cpu"]
+        memory.open(self, groups, bool(others) and torch.accelerator.is_available())
         for ranks in groups:
-            if ranks in self._communicators:
-                continue
+            communicator = memory.communicators.get(ranks)
+            if communicator is not None:
+                self._opened.append(communicator)
+                self._in_memory[ranks] = communicator
+                self._communicators.setdefault(ranks, {})["cpu"] = communicator
+
+    def _connect_through_torch(self, groups: Sequence[tuple[int, ...]]) -> None:
+        for ranks in groups:
             group = self._group()
             if group is None:
                 raise ClosedError(
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
             what = f"opening a communicator of {counted(len(ranks), 'rank')}"
-            check_peers = partial(self.peers.check, what, self.peers.begin_wait())
+            check_peers = partial(self._peers.check, what, self._peers.begin_wait())
             spec = CommunicatorSpec(
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
-                self._communicators[ranks] = connect(spec, self._backends)
+                connected = connect(spec, self._backends)
             except RuntimeError as error:
                 raise self.fail(what, error, ranks) from error
+            self._opened += dict.fromkeys(connected.values())
+            self._communicators[ranks] = {**connected, **self._communicators.get(ranks, {})}
             wait = self.status.waits
             if wait is not None and wait.what == what:
                 self.status.finish(what)
+
+    def native_collectives(self) -> NativeCollectives:
+        communicator = self._in_memory.get(self._everyone)
+        if communicator is None:
+            return super().native_collectives()
+
+        def adopt(handle: ShmOperation) -> _C10dWork:
+            return _C10dWork(self, communicator, handle, self._everyone)
+
+        return collectives_in_memory(communicator.backend, adopt)
 
     def _start(self, operation: Operation) -> Work:
         communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
@@ -172,27 +260,17 @@ class C10dTransport(Transport):
                 "move the tensor, or initialise the group with a backend for that device"
             )
         try:
-            work = _C10dWork(self, communicator, operation)
+            pending = communicator.issue(operation)
         except RuntimeError as error:
             raise self.fail(str(operation), error, operation.ranks) from error
-        if len(self._works) == _MAX_WORKS:
-            self._works = [ref for ref in self._works if _is_open(ref)]
-        self._works.append(weakref.ref(work))
+        work = _C10dWork(self, communicator, pending, operation.ranks)
+        work.operation, work.place = operation, communicator.issued
+        if operation.record_time:
+            work.record_time()
+        if isinstance(communicator, ShmCommunicator):
+            return work
+        self._works.add(work)
         return work
-
-    def first_mismatch(self, pending: _PendingOperation) -> _PendingOperation:
-        """Return the first failed operation of the same ranks.
-
-        Where ranks diverge, later operations fail only because this one did.
-        """
-        for ref in self._works:
-            work = ref()
-            other = None if work is None else work.pending
-            if other is None or other.communicator is not pending.communicator:
-                continue
-            if not other.collective.arrived_well and other.place < pending.place:
-                return other
-        return pending
 
     def publish_step_failure(self, step: int, text: str) -> None:
         self._membership.publish_step_failure(step, text)
@@ -200,45 +278,57 @@ class C10dTransport(Transport):
     def abandon(self, reason: str) -> None:
         try:
             if not self.closed_by:
-                self.report_departure()
+                # gloo's connections live as long as its operations, which the step's error
+                # refers to.
+                self._peers.report(Report("dead", (self.rank,)))
         finally:
             self.close(reason)
-
-    def report_departure(self) -> None:
-        """Report to waiting ranks that this one will not take part in further operations."""
-        # gloo's connections live as long as its operations, which the step's error refers to.
-        self.peers.report(Report("dead", (self.rank,)))
 
     def _release(self) -> None:
         self._cancel_finalizer()
         self.status.board.leave(self.status)
         failed = self._failure is not None
-        made = {c for some in list(self._communicators.values()) for c in some.values()}
         over = threading.Event()
-        freeing = [communicator.free(failed=failed, over=over) for communicator in made]
+        freeing = [communicator.free(failed=failed, over=over) for communicator in self._opened]
+        self._in_memory = {}
+        if self._memory is not None:
+            self._memory.free()
         # On a separate thread, see [Note: freeing waits]. Without a failure this is short.
         thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
         if not failed:
             thread.join(_FREEING_S)
 
-    def _await(self, pending: _PendingOperation, what: str) -> None:
-        if self.closed_by and not pending.collective.arrived:
-            raise RuntimeError(f"the transport was closed ({self.closed_by})")
-        operation = pending.operation
+    def _await(self, work: _C10dWork, collective: Pending, what: str) -> None:
+        if self.closed_by and not collective.done:
+            raise RuntimeError("the transport was closed")
+        communicator, operation = work.communicator, work.operation
         # The source of a broadcast may exit once it has sent its data.
-        among = () if operation.kind == "broadcast" else operation.ranks
-        check_peers = partial(self.peers.check, what, self.peers.begin_wait(), among=among)
-        pending.communicator.wait(pending.collective, check_peers)
-        self.status.finish(what)
+        is_broadcast = operation is not None and operation.kind == "broadcast"
+        check_peers = partial(
+            self._peers.check,
+            what,
+            self._peers.begin_wait(0.0 if collective.done else communicator.soon_s),
+            check_failures=not communicator.spreads_failures,
+            among=() if is_broadcast or communicator.watches_members else work.ranks,
+        )
+        communicator.wait(collective, check_peers)
+
+    def _fail_operation(self, what: str, error: RuntimeError, work: _C10dWork) -> FddpError:
+        """As `fail`, of an operation in flight."""
+        if isinstance(error, OperationMismatchError):
+            self._peers.publish_mismatch(str(error))
+            where = f"{what} on rank {self.rank} of {self.world_size}"
+            return mismatch_error(where, str(error))
+        return self.fail(what, error, work.ranks, self._works.first_failed(work))
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
     ) -> FddpError:
-        """Close after a failure of the backend and return the error of `what`.
+        """Close after a failure of a communicator and return the error of `what`.
 
         Args:
             what: description of the operation.
-            error: raised by the backend.
+            error: raised by the communicator.
             ranks: participants of the operation.
             at: its position among the operations of these ranks, and its description.
 
@@ -247,75 +337,81 @@ class C10dTransport(Transport):
         """
         if from_user_code(error):
             raise error
-        with self.lock:
+        where = f"{what} on rank {self.rank} of {self.world_size}"
+        with self._lock:
             if self._failure is None:
                 if self.closed_by:
-                    return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
-                if self.on_failure is not None:
-                    self.on_failure(what)
-                self._end(what, self.peers.diagnose(error, ranks, at))
-            return self.to_error(what)
-
-    def end(self, what: str, failure: Failure) -> None:
-        """Close after a failure outside the backend, and report it to ranks that wait here."""
-        with self.lock:
-            if self._failure is None:
-                self._end(what, self.peers.adopt(failure))
-
-    def to_error(self, what: str) -> FddpError:
+                    reason = f"the transport was closed ({self.closed_by})"
+                    return ClosedError(f"{where}: {reason}")
+                found = error.failure if isinstance(error, CommunicatorFailedError) else None
+                for communicator in self._opened:
+                    communicator.spread(found)
+                if found is None:
+                    failure = self._peers.diagnose(error, ranks, at)
+                else:
+                    failure = self._peers.adopt(found)
+                self.status.fail(what)
+                self.status.board.publish(self.status.key)
+                self._failure = failure
+                self.closed_by = f"{what} failed"
+                self._release()
         if self._failure is None:
             raise InternalError(f"{what} failed for an unknown reason")
-        where = f"{what} on rank {self.rank} of {self.world_size}"
         return to_error(self._failure, where, self._detector.names, self.timeout_s)
-
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
-    @property
-    def serves_others(self) -> bool:
-        """True if callers may pass tensors on other devices than the CPU."""
-        others = [device for device in self._backends if device != "cpu"]
-        return bool(others) and torch.accelerator.is_available()
-
-    def _end(self, what: str, failure: Failure) -> None:
-        self.status.fail(what)
-        self.status.board.publish()
-        self._failure = failure
-        self.closed_by = f"{what} failed"
-        self._release()
 
 
 class _C10dWork(Work):
+    """An operation in flight.
+
+    Attributes:
+        collective: its handle; None once the operation is over.
+        operation: refers to the tensor. None for an all-reduce in shared memory.
+        place: position among the operations of its ranks.
+    """
+
+    operation: Operation | None = None
+    place = -1
+    _watch: Callable[[], float | None] | None = None
+    _error: FddpError | None = None
+
     def __init__(
-        self, transport: C10dTransport, communicator: Communicator, operation: Operation
+        self,
+        transport: C10dTransport,
+        communicator: Communicator,
+        collective: Pending,
+        ranks: tuple[int, ...],
     ) -> None:
         self._transport = transport
-        self.pending: _PendingOperation | None = _PendingOperation(
-            communicator, communicator.issue(operation), operation, communicator.issued
-        )
-        self._error: FddpError | None = None
-        self._watch = communicator.watch(self.pending.collective) if operation.record_time else None
+        self.communicator = communicator
+        self.collective: Pending | None = collective
+        self.ranks = ranks
 
     @property
     def done(self) -> bool:
-        pending = self.pending
-        return pending is None or bool(self._transport.closed_by) or pending.collective.arrived
+        collective = self.collective
+        return collective is None or bool(self._transport.closed_by) or collective.done
 
     @property
     def done_s(self) -> float | None:
         return None if self._watch is None else self._watch()
 
+    def record_time(self) -> None:
+        assert self.collective is not None
+        self._watch = self.communicator.watch(self.collective)
+
     def _wait(self, what: str) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
+        collective = self.collective
+        if collective is not None:
+            transport = self._transport
             try:
-                self._transport._await(pending, what)
+                if transport.closed_by or not self.communicator.finishes_soon(collective):
+                    transport._await(self, collective, what)
             except RuntimeError as error:
-                ranks, first = pending.operation.ranks, self._transport.first_mismatch(pending)
-                at = first.place, str(first.operation)
-                self._error = self._transport.fail(what, error, ranks, at)
+                self._error = transport._fail_operation(what, error, self)
                 self._error.__cause__ = error
+            else:
+                transport.status.finish(what)
+            self.collective = self.operation = None
         if self._error is not None:
             raise self._error
 
@@ -323,18 +419,6 @@ class _C10dWork(Work):
 def _finish(freeing: Sequence[Callable[[], None]]) -> None:
     for finish in freeing:
         finish()
-
-
-def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
-    work = ref()
-    return work is not None and work.pending is not None
-
-
-class _PendingOperation(NamedTuple):
-    communicator: Communicator
-    collective: PendingCollective
-    operation: Operation  # refers to the tensor
-    place: int  # position among the operations of its ranks
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -31,6 +31,7 @@ class FailureDetector:
         timeout_s: float,
     ) -> None:
         self.grace_s = min(_GRACE_S, timeout_s / 4)  # longest wait for the others' reports
+        self._answers_s = min(_GRACE_S, timeout_s / 2)  # and for their statuses
         self._membership = membership
         self._status = status
         self._board_ranks = board_ranks
@@ -89,7 +90,7 @@ class FailureDetector:
         if not silent:
             return (), ()
         answers = self._status.board.answers(
-            [self._board_ranks[r] for r in silent], 0, self.grace_s
+            [self._board_ranks[r] for r in silent], "", self.grace_s
         )
         statuses = {rank: answers.get(self._board_ranks[rank]) for rank in silent}
         unanswered = tuple(rank for rank, status in statuses.items() if status is None)
@@ -103,11 +104,13 @@ class FailureDetector:
         # A rank that closes because of a failure reports it first.
         return lost, self._membership.unreported(closed)
 
-    def describe_status(self, first: tuple[int, ...], since: int) -> str:
+    def describe_status(self, first: tuple[int, ...]) -> str:
         """Query the ranks and return their statuses as text; `first` are listed first if there are
-        too many. `since` is as for `StatusBoard.answers`."""
+        too many."""
         ordered = [*first, *(rank for rank in range(len(self._board_ranks)) if rank not in first)]
         some = sorted(ordered[:MAX_RANKS_SHOWN])
         numbers = {rank: self._board_ranks[rank] for rank in some}
-        answers = self._status.board.answers(list(numbers.values()), since, self.grace_s)
+        answers = self._status.board.answers(
+            list(numbers.values()), self._status.key, self._answers_s
+        )
         return format_statuses({self.names((rank,)): answers.get(numbers[rank]) for rank in some})

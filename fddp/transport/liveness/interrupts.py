@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fddp.transport.liveness.failure import Failure
+
 _OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # raise errors of backends
 _HANDLERS = "torch.utils.data."  # its signal handlers report the end of workers
 
@@ -31,6 +33,19 @@ class ProcessExitedError(RuntimeError):
 
 class PeerAbortedError(RuntimeError):
     """Another rank has failed the step that this one is in, and takes no part in the operation."""
+
+
+class CommunicatorFailedError(RuntimeError):
+    """A communicator has found the cause of its failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class OperationMismatchError(RuntimeError):
+    """Ranks met in different operations, which `str` describes. The communicator can still be
+    used."""
 
 
 def from_user_code(error: Exception) -> bool:

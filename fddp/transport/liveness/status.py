@@ -2,11 +2,11 @@
 
 [Note: rank status] A waiting rank does not know what the other ranks do instead. Each rank records
 its current wait and its last finished operation on each transport, as references to existing
-strings. Nothing is published unless requested. A rank publishes a query once it has waited for a
-quarter of its time limit, or once its operation has failed. A thread of every rank polls for
-queries and answers them, also while the rank computes. After a query these threads poll more often
-for a while, and waiting ranks repeat their query, so that answers are available when the time limit
-expires. The error then includes the status of the ranks, on any transport of the job.
+strings. Nothing is published unless requested. A rank publishes a query once its operation has
+failed. A thread of every rank polls for queries and answers them, also while the rank computes. A
+rank that closes a transport because of a failure publishes its status for the others, whose
+operations may fail later. The error then includes the status of the ranks, on any transport of the
+job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from fddp.transport.liveness.processes import Process
 
 MAX_RANKS_SHOWN = 16  # per error, so that ten thousand ranks may fail at the same time
 _STEP_FAILURE_S = 1.0  # within which all ranks notice a failed step; they check every 0.25 s
-QUERY_INTERVAL_S = 5.0  # between two queries of a waiting rank
 
 
 class RankStatus(NamedTuple):
@@ -69,6 +68,13 @@ def format_statuses(statuses: Mapping[str, RankStatus | None]) -> str:
     return "; ".join(f"{', '.join(ranks)}: {text}" for text, ranks in names.items())
 
 
+class PendingWait(NamedTuple):
+    """A long wait of a thread."""
+
+    what: str
+    thread: int
+
+
 class TransportStatus:
     """Status of one rank on one transport.
 
@@ -98,24 +104,16 @@ class TransportStatus:
         self.board = board
         self.label = ""
         self.key = key
-        self.waits: _PendingWait | None = None
+        self.waits: PendingWait | None = None
         self.done = ""
         self.in_step: int | None = None
         self.read_step_failure: Callable[[int], str | None] = lambda step: None
         self.close: Callable[[], None] | None = None
 
-    def begin(self, what: str) -> _PendingWait:
+    def begin(self, what: str) -> None:
         """Record that this rank is blocked on `what`."""
-        wait = self.waits
-        if wait is None:
-            wait = self.waits = _PendingWait(what, threading.get_ident())
-        return wait
-
-    @property
-    def since(self) -> int:
-        """Number of the first query of the current wait; 0 if there was none."""
-        wait = self.waits
-        return 0 if wait is None else wait.since
+        if self.waits is None:
+            self.waits = PendingWait(what, threading.get_ident())
 
     def finish(self, what: str) -> None:
         self.done = what
@@ -134,28 +132,6 @@ class TransportStatus:
         return f"{what} of {self.label}" if self.label else what
 
 
-class _PendingWait:
-    """A long wait. `since` is the number of the first query for it; 0 if there was none."""
-
-    __slots__ = ("_queried_s", "since", "thread", "what")
-
-    def __init__(self, what: str, thread: int) -> None:
-        self.what = what
-        self.thread = thread
-        self.since = 0
-        self._queried_s = 0.0
-
-    def query(self, board: StatusBoard, now_s: float) -> None:
-        """Publish a query, unless there was one recently."""
-        if not self.since:
-            self.since = board.query()
-        elif now_s - max(self._queried_s, board.last_query_s) > QUERY_INTERVAL_S:
-            board.query()
-        else:
-            return
-        self._queried_s = now_s
-
-
 class StatusBoard:
     """Statuses of one rank on all its transports.
 
@@ -164,7 +140,6 @@ class StatusBoard:
     Attributes:
         last: status of the transport on which an operation was finished last.
         gave_up: the last failed operation; cleared when a transport is opened.
-        last_query_s: time of the last received query, by `time.perf_counter`.
         abandoned: statuses by key of transports that a failure has closed here, and that other
             ranks may consider open.
         interrupted_s: time of the last interrupted step, by `time.perf_counter`. None once the
@@ -175,7 +150,6 @@ class StatusBoard:
         self._statuses: weakref.WeakSet[TransportStatus] = weakref.WeakSet()
         self.last: TransportStatus | None = None
         self.gave_up = ""
-        self.last_query_s = float("-inf")
         self.abandoned: dict[str, TransportStatus] = {}
         self.interrupted_s: float | None = None
 
@@ -266,22 +240,18 @@ class StatusBoard:
         """Return those of `keys` that some rank has reported as abandoned."""
         return [key for key in keys if key in self.abandoned]
 
-    def query(self) -> int:
-        """Request the status of all ranks and return the number of this query."""
-        return 0
-
-    def publish(self) -> None:
-        """Publish the status of this rank before it closes a transport."""
+    def publish(self, key: str) -> None:
+        """Publish the status of this rank before it closes the transport with this key because of a
+        failure."""
 
     def answers(
-        self, ranks: Sequence[int], since: int, grace_s: float
+        self, ranks: Sequence[int], key: str, grace_s: float
     ) -> dict[int, RankStatus | None]:
         """Query ranks of the job and return their statuses, None for those without an answer.
 
         Args:
             ranks: their numbers in the job.
-            since: number of a query; ranks that gave up count as answering if they have published
-                a status since then.
+            key: a transport; what ranks published before they closed it counts as their answer.
             grace_s: longest wait for all answers, in seconds.
         """
         return {}

@@ -26,12 +26,7 @@ from fddp.transport.liveness.bounded_store import (
 )
 from fddp.transport.liveness.interrupts import ignore_backend_errors
 from fddp.transport.liveness.processes import Process, own_line, parsed, pid_namespace
-from fddp.transport.liveness.status import (
-    QUERY_INTERVAL_S,
-    RankStatus,
-    StatusBoard,
-    TransportStatus,
-)
+from fddp.transport.liveness.status import RankStatus, StatusBoard, TransportStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,11 +35,9 @@ _MIN_INTERVAL_S = 0.1  # between two polls
 # Shorter than the two seconds of a wait for answers, if the store can serve all ranks that often.
 _POLLS_PER_S, _LONG_INTERVAL_S, _MAX_INTERVAL_S = 1000, 1.0, 5.0
 _POLLS_PER_TIMEOUT = 8
-_ACTIVE_S = 2 * QUERY_INTERVAL_S  # duration of frequent polls after a query
-_ACTIVE_POLLS_PER_S = 10_000
 _END_S = 0.5  # longest wait for the end of the thread
-# number of the query, True if the rank is about to close a transport, and a `RankStatus`
-_ANSWER: Schema = (int, bool, [str], str, str, [str])
+# number of the query, key of a transport that the rank is about to close, and a `RankStatus`
+_ANSWER: Schema = (int, str, [str], str, str, [str])
 _MAX_WAITS_SHOWN, _MAX_CHARS_SHOWN = 8, 1000  # of one rank's answer
 
 _lock = threading.RLock()  # reentrant: a transport may be collected while another one is opened
@@ -99,7 +92,6 @@ class StoreStatusBoard(StatusBoard):
             self._responder = _StatusResponder(self)
         shortest_s = min(tuple(self._timeouts_s.values()))
         self._responder.poll_interval_s = poll_interval_s(shortest_s, self._size)
-        self._responder.active_poll_interval_s = active_poll_interval_s(shortest_s, self._size)
         return status, self._responder
 
     def leave(self, status: TransportStatus) -> None:
@@ -115,13 +107,14 @@ class StoreStatusBoard(StatusBoard):
             responder.stop()
 
     def query(self) -> int:
+        """Request the status of all ranks and return the number of this query."""
         with ignore_backend_errors(ValueError):
             return self._bounded.within(GLANCE_S).add("questions", 1)
         return 0
 
-    def publish(self) -> None:
+    def publish(self, key: str) -> None:
         with ignore_backend_errors(ValueError):
-            self.answer(self._bounded, _last_query(self._bounded), ended=True)
+            self.answer(self._bounded, _last_query(self._bounded), closes=key)
 
     def publish_abandoned(self, key: str) -> None:
         with ignore_backend_errors(ValueError):
@@ -133,12 +126,12 @@ class StoreStatusBoard(StatusBoard):
             return [key for key in keys if store.check([f"abandoned/{key}"])]
         return super().find_abandoned(keys)
 
-    def answer(self, store: BoundedStore | dist.Store, query: int, *, ended: bool = False) -> None:
-        text = json.dumps([query, ended, *self.own_status()])
+    def answer(self, store: BoundedStore | dist.Store, query: int, *, closes: str = "") -> None:
+        text = json.dumps([query, closes, *self.own_status()])
         store.set(f"answer/{self._rank}", text)
 
     def answers(
-        self, ranks: Sequence[int], since: int, grace_s: float
+        self, ranks: Sequence[int], key: str, grace_s: float
     ) -> dict[int, RankStatus | None]:
         found: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         deadline_s = time.perf_counter() + grace_s
@@ -148,14 +141,14 @@ class StoreStatusBoard(StatusBoard):
             found[self._rank] = self.own_status()
         with ignore_backend_errors():
             while waiting:
-                waiting = [rank for rank in waiting if not self._read(rank, query, since, found)]
+                waiting = [rank for rank in waiting if not self._read(rank, query, key, found)]
                 if time.perf_counter() > deadline_s:
                     break
                 time.sleep(0.02)
         return found
 
-    def _read(self, rank: int, query: int, since: int, found: dict[int, RankStatus | None]) -> bool:
-        """Return True if a rank has answered `query`, or has ended since query `since`."""
+    def _read(self, rank: int, query: int, key: str, found: dict[int, RankStatus | None]) -> bool:
+        """Return True if a rank has answered `query`, or has closed the transport `key`."""
         if not self._bounded.check([f"answer/{rank}"]):
             return False
         try:
@@ -163,8 +156,8 @@ class StoreStatusBoard(StatusBoard):
         except ValueError:  # malformed
             found[rank] = None
             return True
-        asked, ended, waits, last, at, transports = fields
-        if asked < query and not (ended and since and asked >= since):
+        asked, closes, waits, last, at, transports = fields
+        if asked < query and (not key or closes != key):
             return False
         shown = [_shown(text) for text in waits[:_MAX_WAITS_SHOWN]]
         found[rank] = RankStatus(tuple(shown), _shown(last), _shown(at), tuple(transports))
@@ -178,7 +171,7 @@ class _StatusResponder:
     """
 
     def __init__(self, board: StoreStatusBoard) -> None:
-        self.poll_interval_s = self.active_poll_interval_s = _MAX_INTERVAL_S
+        self.poll_interval_s = _MAX_INTERVAL_S
         self.ended = False  # True if the store is gone
         self._wake = threading.Event()  # the interval has changed, or the thread is to end
         self._board = weakref.ref(board)
@@ -210,14 +203,10 @@ class _StatusResponder:
         self._wake.set()
 
     def _run(self) -> None:
-        answered, active_until_s, polled_s = -1, 0.0, time.perf_counter()
+        answered, polled_s = -1, time.perf_counter()
         store: dist.Store | None = None
         while True:
-            now_s = time.perf_counter()
-            interval_s = (
-                self.active_poll_interval_s if now_s < active_until_s else self.poll_interval_s
-            )
-            if not self._is_due(polled_s + interval_s - now_s):
+            if not self._is_due(polled_s + self.poll_interval_s - time.perf_counter()):
                 continue
             polled_s, board = time.perf_counter(), self._board()
             if self._stopped or board is None:
@@ -228,8 +217,7 @@ class _StatusResponder:
                 query = _last_query(store)
                 if query not in (0, answered):
                     board.answer(store, query)
-                    answered, board.last_query_s = query, time.perf_counter()
-                    active_until_s = board.last_query_s + _ACTIVE_S
+                    answered = query
             except Exception:  # this connection failed, or the store is gone
                 store = None
                 self.ended = self._is_gone()
@@ -266,15 +254,6 @@ def poll_interval_s(timeout_s: float, size: int) -> float:
     """
     most_s = min(max(size / _POLLS_PER_S, _LONG_INTERVAL_S), _MAX_INTERVAL_S)
     return min(max(timeout_s / _POLLS_PER_TIMEOUT, _MIN_INTERVAL_S), most_s)
-
-
-def active_poll_interval_s(timeout_s: float, size: int) -> float:
-    """Return the interval of polls after a query, in seconds.
-
-    >>> [active_poll_interval_s(1800.0, size) for size in (8, 5000)]
-    [0.1, 0.5]
-    """
-    return min(max(size / _ACTIVE_POLLS_PER_S, _MIN_INTERVAL_S), poll_interval_s(timeout_s, size))
 
 
 def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatus, list[int]]:

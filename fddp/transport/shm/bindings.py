@@ -1,4 +1,4 @@
-"""The extension's shared memory, typed: arenas, views of other processes' arenas, groups."""
+"""The extension's shared memory, typed: arenas, views of other processes' arenas, backends."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ class View(Protocol):
     def write(self, offset: int, data: bytes) -> None: ...
 
 
-class ShmWork(Protocol):
-    """An operation of a group."""
+class ShmOperation(Protocol):
+    """An operation of a `ShmBackend`."""
 
     @property
     def done(self) -> bool: ...
     @property
     def done_s(self) -> float | None: ...
-    def wait(self, slice_s: float) -> int: ...
+    def status_within(self, seconds: float) -> int: ...
     def descriptors(self) -> list[dict[str, Any]]: ...
 
 
-class ShmGroup(Protocol):
-    """Ranks that have mapped each other's arenas; members are numbered by their place."""
+class ShmBackend(Protocol):
+    """Ranks that have mapped each other's arenas, a `Backend` of torch; members are numbered by
+    their place."""
 
     @property
     def failure(self) -> tuple[int, tuple[int, ...], int]: ...
@@ -72,14 +73,15 @@ class ShmGroup(Protocol):
         average: bool = ...,
         association: Sequence[int] = ...,
         wait_soon: bool = ...,
-        record_time: bool = ...,
+        prompt: bool = ...,
         tree: tuple[Sequence[int], Sequence[int]] | None = ...,
-    ) -> ShmWork:
-        """Start an operation. Never blocks. Raises TypeError or ValueError if the tensor is
-        unsuitable, which does not affect the other members."""
+    ) -> ShmOperation:
+        """Start an operation on a whole tensor, in place. Never blocks. Raises TypeError or
+        ValueError if the tensor is unsuitable, which does not affect the other members."""
 
+    def collectives_of_steps(self) -> Any: ...
     def fail(self, status: int, members: Sequence[int]) -> None: ...
-    def leave(self) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 def make_arena(span_bytes: int) -> Arena:
@@ -97,7 +99,7 @@ def view_arena(fd: int, span_bytes: int) -> View:
     return cast("View", extension.load().ShmView(fd, span_bytes))
 
 
-def make_shm_group(
+def make_shm_backend(
     arena: Arena,
     views: Sequence[View | None],
     index: int,
@@ -105,14 +107,14 @@ def make_shm_group(
     pidfds: Sequence[int],
     timeout_s: float,
     waiters_on_host: int,
-) -> ShmGroup:
+) -> ShmBackend:
     """Join the group whose control block lies in its first member's arena.
 
     Views and pidfds are those of the members, None and -1 at this member's `index`.
     `waiters_on_host` is the number of processes of this host that may wait at the same time.
     Raises OSError or RuntimeError if pages can't be reserved.
     """
-    made = extension.load().ShmGroup(
+    made = extension.load().ShmBackend(
         arena, views, index, control_block_offset, pidfds, timeout_s, waiters_on_host
     )
-    return cast("ShmGroup", made)
+    return cast("ShmBackend", made)

@@ -1,4 +1,4 @@
-"""Opening of shm groups among ranks that share a host."""
+"""Opening of backends in shared memory among ranks that share a host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.messages import Schema
 from fddp.core.text import counted
-from fddp.transport.shm.bindings import make_shm_group
+from fddp.transport.shm.bindings import make_shm_backend
 from fddp.transport.shm.host_discovery import StagedExchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fddp.transport.shm.bindings import ShmGroup
+    from fddp.transport.shm.bindings import ShmBackend
     from fddp.transport.shm.host_discovery import Exchange, HostGroups
 
 _CONTROL_BLOCKS: Schema = [([int], int)]
@@ -23,13 +23,13 @@ class OpenedGroups(NamedTuple):
     """Result of `open_shm_groups`.
 
     Attributes:
-        own: groups of this rank, by ranks.
+        own: backends of this rank, by ranks.
         everywhere: ranks of all groups opened; the same on all ranks.
         problems: errors that stopped ranks, by rank; the same on all ranks.
         remarks: result of `remark` on each rank; None where the rank had a problem.
     """
 
-    own: dict[tuple[int, ...], ShmGroup]
+    own: dict[tuple[int, ...], ShmBackend]
     everywhere: list[tuple[int, ...]]
     problems: dict[int, str]
     remarks: list[bool | None]
@@ -42,13 +42,13 @@ def open_shm_groups(
     timeout_s: float,
     remark: Callable[[], bool] = lambda: False,
 ) -> OpenedGroups:
-    """Open an shm group for each of these groups of this rank; a collective call of `transport`.
+    """Open a backend for each of these groups of this rank; a collective call of `transport`.
 
     The ranks of each group must share a host. Groups in which a rank fails are not opened on any
     rank. `remark` returns a value to be exchanged together with the outcomes.
     """
     exchange = StagedExchange(transport)
-    opened: dict[tuple[int, ...], ShmGroup] = {}
+    opened: dict[tuple[int, ...], ShmBackend] = {}
 
     def make_control_blocks() -> list[tuple[tuple[int, ...], int]]:
         return [
@@ -67,7 +67,7 @@ def open_shm_groups(
     offsets = {tuple(ranks): offset for made in control_blocks for ranks, offset in made or ()}
     remarks = exchange.stage(join)
     for ranks in [ranks for ranks in opened if exchange.stopped(ranks)]:
-        opened.pop(ranks).leave()
+        opened.pop(ranks).shutdown()
     everywhere = [ranks for ranks in offsets if not exchange.stopped(ranks)]
     return OpenedGroups(opened, everywhere, exchange.problems, remarks)
 
@@ -84,10 +84,10 @@ def _make_control_block(host_groups: HostGroups, ranks: tuple[int, ...]) -> int:
 
 def _join(
     host_groups: HostGroups, ranks: tuple[int, ...], rank: int, offset: int, timeout_s: float
-) -> ShmGroup:
+) -> ShmBackend:
     if host_groups.arena is None:
         raise OSError("this rank has no shared memory")
-    return make_shm_group(
+    return make_shm_backend(
         host_groups.arena,
         [host_groups.views.get(other) for other in ranks],
         ranks.index(rank),

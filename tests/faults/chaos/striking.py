@@ -117,10 +117,9 @@ class Striker:
         else:
             engine = self.engine
             engine._pool.clear()
-            if hasattr(engine.transport, "_arena"):
-                stand_in = mock.Mock(wraps=engine.transport._arena)
-                stand_in.empty = lambda *_: None
-                engine.transport._arena = stand_in
+            memory = getattr(engine.transport, "_memory", None)
+            if memory is not None:
+                memory.empty = lambda *_: None
 
     def _closed_socket(self) -> None:
         for file in open_files() - self.files:

@@ -319,7 +319,7 @@ def _group(draw: Draw, module: Any, arena: Any, control_block: Any) -> None:
     arguments: list[Any] = [arena, [None, view], 0, control_block, [-1, -1], 0.01, 2]
     if not draw.likely():
         arguments[draw.below(len(arguments))] = draw.anything() if draw.below(2) else draw.number()
-    group = module.ShmGroup(*arguments)
+    group = module.ShmBackend(*arguments)
     try:
         kind = draw.one_of((*_KINDS, "what"))
         work = group.start(
@@ -329,10 +329,10 @@ def _group(draw: Draw, module: Any, arena: Any, control_block: Any) -> None:
             bool(draw.below(2)),
             [draw.number() for _ in range(draw.below(8))],
         )
-        work.wait(0.02), work.done, work.done_s, work.descriptors()
+        work.status_within(0.02), work.done, work.done_s, work.descriptors()
         group.fail(draw.number(), [draw.number()])
     finally:
-        group.leave()
+        group.shutdown()
 
 
 TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(

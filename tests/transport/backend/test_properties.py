@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d as c10d
 
-from fddp.native import extension
 from tests.support.backends import NUMBERS, check_equal, values
-from tests.support.crews import Crew, crew_of
+from tests.support.crews import crew_of
 
 _RANKS = 3
 _SIZES = st.sampled_from([0, 1, 2, 63, 64, 65, 1000, 5461, 5462, 70_000, 200_001])
@@ -22,11 +21,7 @@ _MATRICES = st.lists(_SIZES, min_size=_RANKS**2, max_size=_RANKS**2)
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[list[Any]]:
-    crew: Crew = crew_of(_RANKS)
-    made = [
-        extension.load().ShmBackend(group, rank, _RANKS, 20.0)
-        for rank, group in enumerate(crew.groups)
-    ]
+    made = crew_of(_RANKS).groups
     yield made
     for backend in made:
         backend.shutdown()
