@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.core.protocol.messages import malformed_message_error
-from fddp.errors import ClosedError, DesyncError, InternalError
+from fddp.errors import ClosedError
 from fddp.native.usual_step import (
     NativeCollectives,
     collectives_in_python,
     collectives_of_one,
 )
+from fddp.transport.exchange import exchange_texts
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
 from fddp.transport.ordered_sum import nested_order
@@ -46,11 +46,6 @@ if TYPE_CHECKING:
     from fddp.core.schedule.virtual import SumTree
     from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.subgroups import Axes
-
-_TOPIC_BYTES = 16  # of an exchange
-_LENGTH_BYTES = 8
-_INLINE_BYTES = 1000  # of the payload, sent together with topic and length
-_MAX_PAYLOAD_BYTES = 2**31  # longer payloads are rejected before memory is allocated
 
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -408,33 +403,13 @@ class Transport(Endpoint):
                 payload is returned.
             FddpError: a failed operation.
         """
-        if len(topic.encode()) > _TOPIC_BYTES:
-            raise InternalError(f"exchange topic {topic!r} has more than {_TOPIC_BYTES} bytes")
         ranks = self._ranks("exchange", axes)
         what = f"exchange of {topic} ({len(payload)} bytes)"
-        length = len(payload).to_bytes(_LENGTH_BYTES, "big")
-        head = topic.encode().ljust(_TOPIC_BYTES) + length + payload[:_INLINE_BYTES]
-        width = _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES
-        received = gather_bytes(self, head, width, what, axes)
-        topics = [text[:_TOPIC_BYTES].decode(errors="replace").strip() for text in received]
-        for rank, other in zip(ranks, topics, strict=True):
-            if other != topics[0]:
-                raise DesyncError(
-                    f"rank {ranks[0]} is about to compare {topics[0]} where rank {rank} compares "
-                    f"{other}: all ranks must make the same calls in the same order"
-                )
-        received = [text[_TOPIC_BYTES:] for text in received]
-        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in received]
-        longest = max(lengths)
-        if longest > _MAX_PAYLOAD_BYTES:
-            raise malformed_message_error(
-                ranks[lengths.index(longest)], topics[0], ValueError(f"it has {longest} bytes")
-            )
-        if longest <= _INLINE_BYTES:
-            whole = [text[_LENGTH_BYTES:] for text in received]
-        else:
-            whole = gather_bytes(self, payload, longest, what, axes)
-        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
+
+        def gather(text: bytes, width: int) -> list[bytes]:
+            return gather_bytes(self, text, width, what, axes)
+
+        return exchange_texts(gather, payload, topic, ranks)
 
     def native_collectives(self) -> NativeCollectives:
         """Return all-reduces over all ranks, which run without Python where possible. They keep the

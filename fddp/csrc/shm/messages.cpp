@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "ring.h"
+
 namespace fddp::shm {
 namespace {
 
@@ -17,21 +19,6 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(10);
 // only take a processor from them. As long as receives follow each other within this interval, the
 // thread looks for them itself, once in an interval.
 constexpr auto kNapInterval = std::chrono::microseconds(200);
-
-// Copy between memory and a ring, whose end a copy wraps around.
-void copy_to_ring(char* ring, uint64_t position, const char* from, uint64_t bytes) {
-  const uint64_t begin = position % Outbox::kBytes;
-  const uint64_t first = std::min(bytes, Outbox::kBytes - begin);
-  if (first != 0) std::memcpy(ring + begin, from, first);
-  if (bytes != first) std::memcpy(ring, from + first, bytes - first);
-}
-
-void copy_from_ring(char* to, const char* ring, uint64_t position, uint64_t bytes) {
-  const uint64_t begin = position % Outbox::kBytes;
-  const uint64_t first = std::min(bytes, Outbox::kBytes - begin);
-  if (first != 0) std::memcpy(to, ring + begin, first);
-  if (bytes != first) std::memcpy(to + first, ring, bytes - first);
-}
 
 }  // namespace
 
