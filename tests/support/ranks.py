@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fddp.transport import loopback
+from fddp.transport import loopback, selection
 from fddp.transport.shm import host_discovery
 from tests.support.polling import HANG_S
 
@@ -135,14 +135,16 @@ class LaunchThreads:
 
 
 class LaunchProcesses:
-    """On processes; what opens a transport without naming one gets the one of this name."""
+    """On processes; what opens a transport without naming one gets the one of this name. "fddp"
+    stands for "c10d" over a group with the backend "fddp"."""
 
     def __init__(self, name: str, pool: RankPool) -> None:
-        self.name = name
+        self.name = "c10d" if name == "fddp" else name
+        self._with_group = _with_backend if name == "fddp" else _with_default_group
         self._pool = pool
 
     def __call__(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._pool.run(world_size, _with_default_group, self.name, fn, *args)
+        return self._pool.run(world_size, self._with_group, self.name, fn, *args)
 
 
 def _with_default_group(
@@ -151,6 +153,12 @@ def _with_default_group(
     alone = [[other] for other in range(world_size)]
     with split_into_hosts(alone) if name == "c10d" else contextlib.nullcontext():
         return fn(dist.group.WORLD, *args)
+
+
+def _with_backend(rank: int, world_size: int, name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """As `_with_default_group`, of a group in whose communicators the backend shares memory."""
+    with mock.patch.object(selection, "_use_memory"):
+        return fn(dist.new_group(backend="fddp"), *args)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
-launch = launch_fixture(*TRANSPORTS)
+launch = launch_fixture(*TRANSPORTS, "fddp")
 
 
 def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:
