@@ -172,8 +172,9 @@ def lose_the_host(rank: int, world_size: int, transport: str) -> list[Seen]:
     ]
 
 
-def test_the_store_of_a_rank_that_is_killed() -> None:
-    outcomes = run_fresh(2, lose_the_host, "shm")
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_the_store_of_a_rank_that_is_killed(transport: str) -> None:
+    outcomes = run_fresh(2, lose_the_host, transport)
     answer, error, _ = outcomes[1]
     assert error is None, error
     assert [each.kind for each in answer] == ["RankLostError"] * 4, answer

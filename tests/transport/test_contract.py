@@ -357,7 +357,7 @@ def late_on_rank(group: Group) -> float | None:
     return elapsed_s
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_late_rank_is_named_within_the_timeout(launch: Launch, world_size: int) -> None:
     *elapsed_s, _ = launch(world_size, late_on_rank)
     print(f"late, {launch.name}, {world_size} ranks:", [f"{s:.2f} s" for s in elapsed_s])

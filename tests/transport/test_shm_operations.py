@@ -17,11 +17,9 @@ import torch.distributed as dist
 import fddp
 from fddp.errors import ClosedError, DesyncError, FddpError
 from fddp.transport import open_transport
-from tests.support.chunks import AXES, SQUARE, own_chunk, part, total
+from tests.support.chunks import own_chunk, part, total
 from tests.support.process_resources import (
-    Resources,
     arena_mappings,
-    growth,
     is_shared,
     open_file_count,
     resources,
@@ -258,33 +256,6 @@ def test_averages_of_parameters_are_not_shared(ranks: RankPool) -> None:
 
 
 # Resources
-
-
-def opened_and_closed_on_rank(rank: int, world_size: int) -> Resources:
-    """Return what is held after nine cycles beyond the first; mappings beyond none."""
-    earlier = resources().mappings  # of groups whose communicators other tests have opened
-
-    def cycle() -> None:
-        with open_transport(timeout_s=20) as transport:
-            transport.open_subgroups(SQUARE, AXES)
-            tensors = [transport.empty(n, torch.float32, torch.device("cpu")) for n in (4, 10**6)]
-            works = [transport.all_reduce(tensor) for tensor in tensors]
-            transport.all_reduce(torch.ones(10**6), axes=("host",)).wait("the sum")
-            for work in works:
-                work.wait("the sum")
-
-    cycle()
-    dist.barrier()
-    before = resources()._replace(mappings=earlier)
-    for _ in range(8):
-        cycle()
-    dist.barrier()
-    return growth(before)
-
-
-def test_closing_frees_all(ranks: RankPool) -> None:
-    for beyond in ranks.run(4, opened_and_closed_on_rank):
-        assert not any(beyond), beyond
 
 
 def abandoned_on_rank(rank: int, world_size: int) -> int:
