@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import time
 
 import pytest
 import torch
@@ -15,11 +14,15 @@ from tests.support.chunks import AXES, SQUARE
 
 
 def test_results_come_in_rank_order() -> None:
-    def slow_first(group: LoopbackGroup, unit: str) -> str:
-        time.sleep(0.05 * (group.size - group.rank))
+    ended = [threading.Event() for _ in range(4)]
+    ended[3].set()
+
+    def last_first(group: LoopbackGroup, unit: str) -> str:
+        assert ended[group.rank + 1].wait(60.0)
+        ended[group.rank].set()
         return f"{group.rank} of {group.size} {unit}"
 
-    assert loopback(3, slow_first, "ranks") == ["0 of 3 ranks", "1 of 3 ranks", "2 of 3 ranks"]
+    assert loopback(3, last_first, "ranks") == ["0 of 3 ranks", "1 of 3 ranks", "2 of 3 ranks"]
 
 
 def test_a_group_needs_a_rank() -> None:
@@ -42,12 +45,16 @@ def test_no_threads_remain() -> None:
 def test_sums_run_in_rank_order() -> None:
     parts = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    issued = [threading.Event() for _ in range(4)]
+    previous = {0: 1, 3: 0, 2: 3}  # ranks come in the order 1, 0, 3, 2
 
     def total(group: LoopbackGroup) -> torch.Tensor:
         transport = open_transport(group)
         mine = parts[group.rank].clone()
-        time.sleep(0.02 * ((group.rank * 3) % 4))  # come in another order
-        transport.all_reduce(mine).wait("the sum")
+        assert group.rank == 1 or issued[previous[group.rank]].wait(60.0)
+        work = transport.all_reduce(mine)
+        issued[group.rank].set()
+        work.wait("the sum")
         return mine
 
     assert all(torch.equal(result, expected) for result in loopback(4, total))
@@ -137,17 +144,17 @@ def test_mismatched_operations_are_raised_on_every_rank(
 
 
 def test_an_operation_does_not_block_its_issuer() -> None:
-    def asynchronous(group: LoopbackGroup) -> float:
-        transport = open_transport(group)
-        if group.rank == 1:
-            time.sleep(0.2)
-        start_s = time.perf_counter()
-        work = transport.all_reduce(torch.ones(1))
-        issued_s = time.perf_counter() - start_s
-        work.wait("the sum")
-        return issued_s
+    issued = threading.Event()
 
-    assert loopback(2, asynchronous)[0] < 0.1
+    def asynchronous(group: LoopbackGroup) -> bool:
+        transport = open_transport(group)
+        came = group.rank == 0 or issued.wait(60.0)
+        work = transport.all_reduce(torch.ones(1))
+        issued.set()
+        work.wait("the sum")
+        return came
+
+    assert loopback(2, asynchronous) == [True, True]
 
 
 def test_mismatched_operations_of_a_group_are_raised_on_its_ranks() -> None:

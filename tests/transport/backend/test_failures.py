@@ -73,9 +73,11 @@ def _with_a_late_rank(rank: int, world_size: int, kind: str, size: int) -> str:
     group = new_fddp_group(_TIMEOUT_S)
     dist.barrier(group)
     if rank == 1:
-        time.sleep(2 * _TIMEOUT_S)
+        dist.barrier()  # until the others have given up
     with pytest.raises(RuntimeError) as caught:
         _call(kind if rank != 1 or kind not in ("send", "recv") else "barrier", group, size)
+    if rank != 1:
+        dist.barrier()
     dist.destroy_process_group(group)
     return str(caught.value)
 
@@ -198,8 +200,9 @@ def _sent_before_the_end(rank: int, world_size: int) -> float:
     if rank == 0:
         dist.send(torch.full((100,), 7.0), group=group, group_dst=1)
         dist.destroy_process_group(group)
+        dist.barrier()
         return 0.0
-    time.sleep(0.5)
+    dist.barrier()
     tensor = torch.zeros(100)
     dist.recv(tensor, group=group, group_src=0)
     dist.destroy_process_group(group)
@@ -252,10 +255,11 @@ def test_processes_end_without_a_destroy() -> None:
 
 def _absent(rank: int, world_size: int) -> str:
     if rank == 1:
-        time.sleep(3.0)
+        dist.barrier()
         return ""
     with pytest.raises(RuntimeError) as caught:
         new_fddp_group(1.0)
+    dist.barrier()
     return str(caught.value)
 
 
