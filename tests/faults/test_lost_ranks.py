@@ -168,11 +168,13 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
 
 def absent(rank: int, world_size: int) -> Any:
     if rank == LOST:
-        time.sleep(2.5)
+        dist.barrier()  # until the others have given up
         return None
     begin_s = time.perf_counter()
     seen = ending(lambda: fddp.GradSync(mlp(), timeout_s=0.5))
-    return seen, time.perf_counter() - begin_s
+    took_s = time.perf_counter() - begin_s
+    dist.barrier()
+    return seen, took_s
 
 
 def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
@@ -185,23 +187,6 @@ def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
         assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in seen.text
         assert "timeout_s=0.5" in seen.text
         assert took_s < 2.4
-
-
-def leave(group: Any) -> Ending:
-    """Rank 1 closes its sync where the others have one step more."""
-    with fddp.GradSync(mlp(), group=group, timeout_s=2.0) as sync:
-        sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))
-        if group.rank == LOST:
-            return ending(lambda: None)
-        return ending(lambda: sync.value_and_grad(mlp_loss)(mlp(), batch(0, 1)))
-
-
-def test_a_rank_that_leaves_early() -> None:
-    for rank, seen in enumerate(fddp.loopback(3, leave)):
-        if rank != LOST:
-            assert seen.kinds[0] == "RankLostError"
-            assert "step 1" in seen.text
-            assert "rank 1" in seen.text
 
 
 def drop(rank: int, world_size: int, transport: str) -> Resources:

@@ -98,6 +98,7 @@ def test_a_rank_that_has_closed_in_order_is_named(
     answer = launch_over(launch, request)(3, leave_a_loop, busy)
     for seen, took_s in (answer[0], answer[2]):
         assert seen.kinds[0] == "RankLostError", seen
+        assert "step 1" in seen.text
         assert "rank 2" not in seen.text.replace("on rank 2", "")
         assert re.search(r"lost rank 1 \(?(it closed|left) its transport", seen.text), seen.text
         assert took_s < TIMEOUT_S / 2

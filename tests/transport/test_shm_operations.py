@@ -22,7 +22,6 @@ from tests.support.process_resources import (
     arena_mappings,
     is_shared,
     open_file_count,
-    resources,
 )
 
 if TYPE_CHECKING:
@@ -253,20 +252,3 @@ def averaged_on_rank(rank: int, world_size: int) -> None:
 
 def test_averages_of_parameters_are_not_shared(ranks: RankPool) -> None:
     ranks.run(2, averaged_on_rank)
-
-
-# Resources
-
-
-def abandoned_on_rank(rank: int, world_size: int) -> int:
-    """As where a constructor raises behind the opening of its transport."""
-    earlier = resources().mappings
-    transport = open_transport(timeout_s=20)
-    transport.exchange(b"all are there")
-    dist.barrier()
-    del transport
-    return resources().mappings - earlier
-
-
-def test_an_unclosed_transport_is_freed_with_its_owner(ranks: RankPool) -> None:
-    assert ranks.run(2, abandoned_on_rank) == [0, 0]
