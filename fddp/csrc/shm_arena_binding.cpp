@@ -99,4 +99,3 @@ void bind_shm_arena(py::module_& m) {
       .def("read", torch::wrap_pybind_function(&read_bytes), py::arg("offset"), py::arg("n_bytes"))
       .def("write", torch::wrap_pybind_function(&write_bytes), py::arg("offset"), py::arg("data"));
 }
-

@@ -53,7 +53,7 @@ class HostMemory:
         hosts = self._host_groups
         wanted = [ranks for ranks in groups if hosts.share_host(ranks)]
         opened = open_shm_groups(
-            transport, hosts, wanted, transport.timeout_s, lambda: serves_others
+            transport, hosts, wanted, transport.timeout_s, remark=serves_others
         )
         for ranks, backend in opened.own.items():
             self.communicators[ranks] = ShmCommunicator(

@@ -267,9 +267,8 @@ class C10dTransport(Transport):
         work.operation, work.place = operation, communicator.issued
         if operation.record_time:
             work.record_time()
-        if isinstance(communicator, ShmCommunicator):
-            return work
-        self._works.add(work)
+        if not isinstance(communicator, ShmCommunicator):
+            self._works.add(work)
         return work
 
     def publish_step_failure(self, step: int, text: str) -> None:

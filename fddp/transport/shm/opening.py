@@ -10,7 +10,7 @@ from fddp.transport.shm.bindings import make_shm_backend
 from fddp.transport.shm.host_discovery import StagedExchange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fddp.transport.shm.bindings import ShmBackend
     from fddp.transport.shm.host_discovery import Exchange, HostGroups
@@ -26,7 +26,7 @@ class OpenedGroups(NamedTuple):
         own: backends of this rank, by ranks.
         everywhere: ranks of all groups opened; the same on all ranks.
         problems: errors that stopped ranks, by rank; the same on all ranks.
-        remarks: result of `remark` on each rank; None where the rank had a problem.
+        remarks: `remark` of each rank; None where the rank had a problem.
     """
 
     own: dict[tuple[int, ...], ShmBackend]
@@ -40,12 +40,13 @@ def open_shm_groups(
     host_groups: HostGroups,
     groups: Sequence[tuple[int, ...]],
     timeout_s: float,
-    remark: Callable[[], bool] = lambda: False,
+    *,
+    remark: bool = False,
 ) -> OpenedGroups:
     """Open a backend for each of these groups of this rank; a collective call of `transport`.
 
     The ranks of each group must share a host. Groups in which a rank fails are not opened on any
-    rank. `remark` returns a value to be exchanged together with the outcomes.
+    rank. `remark` is exchanged together with the outcomes.
     """
     exchange = StagedExchange(transport)
     opened: dict[tuple[int, ...], ShmBackend] = {}
@@ -61,7 +62,7 @@ def open_shm_groups(
         for ranks in groups:
             if not exchange.stopped(ranks):
                 opened[ranks] = _join(host_groups, ranks, transport.rank, offsets[ranks], timeout_s)
-        return remark()
+        return remark
 
     control_blocks = exchange.stage(make_control_blocks, _CONTROL_BLOCKS)
     offsets = {tuple(ranks): offset for made in control_blocks for ranks, offset in made or ()}
