@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick nightly bits demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick nightly bits mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -27,10 +27,10 @@ quick: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist worksteal -m quick
 
 # What `make test` has a sample of, and ten times as many examples of each property; then all that has
-# a target of its own. Some two hours.
+# a target of its own. Some three hours.
 nightly: $(INSTALLED)
 	EXAMPLES=10 $(RUN) -m pytest -n 2 --dist worksteal --timeout 1800 -m "nightly or hypothesis"
-	$(MAKE) torch-tests chaos disagree sanitize fuzz integrations matrix
+	$(MAKE) torch-tests chaos disagree sanitize fuzz integrations matrix mutants
 
 demo: $(INSTALLED)
 	$(BIN)/python -m fddp demo
@@ -130,6 +130,11 @@ torch-tests: $(INSTALLED)
 bits: $(INSTALLED)
 	mkdir -p build
 	$(RUN) -m tests.bits $(or $(ARGS),record build/bits.json)
+
+# Changes the product in some 170 ways, one after the other, and runs the tests that should fail then:
+# about an hour. ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
+mutants: $(INSTALLED)
+	$(RUN) -m tests.mutants $(ARGS)
 
 # Half an hour of mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)

@@ -193,10 +193,3 @@ WORKLOADS = {
     "transformer": _transformer(),
     "conv": _convolutional(),
 }
-
-
-def transformer_step() -> tuple[Callable[[Any, Tensor], Tensor], Any, Tensor]:
-    """Loss function, parameters and batch of the transformer, for `python -m fddp tune`."""
-    workload = WORKLOADS["transformer"]
-    functional = workload.to_function(workload.build())
-    return functional.loss_fn, functional.params, workload.batch(0)

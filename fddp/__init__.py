@@ -25,17 +25,14 @@ Plans and schedules
     plan_buckets, plan_optimal, rebucket     plan the buckets of a tree
     BucketPlan, Bucket, LeafSpec             plans as values
     make_schedule, check_schedule            the operations of a step; their proof
-    Schedule, Op, Region, Topology           schedules as values
-    simulate, Timeline, Jitter               the time of a step without ranks
-    CostModel, PRESETS, Sample, measure_cost
-                                             the time of collectives
-    TuneReport                               result of `GradSync.tune`
+    Schedule, Op, Topology                   schedules as values
+    simulate, Jitter                         the time of a step without ranks
+    CostModel, PRESETS, measure_cost         the time of collectives
 
 Watching
     SyncInfo                                 statistics and timeline of one step
     watch                                    monitors: phases of steps on all ranks, and slow ranks
-    flight, Flight, dump_flights, FlightDumps
-                                             the newest operations, for diagnosis
+    flight, dump_flights                     the newest operations, for diagnosis
 
 Tools
     loopback                                 ranks as threads of this process
@@ -44,10 +41,9 @@ Tools
     extend                                   parts for packages that build on fddp
 
 Every error that is raised on purpose is a FddpError:
-    ClosedError, DesyncError, ExtensionError, HookError, InternalError, LossError,
-    NoGradientError, NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError,
-    ScheduleError, SyncTimeoutError, TransformError, TreeMismatchError, UnevenError,
-    WeightError.
+    ClosedError, DesyncError, HookError, InternalError, LossError, NoGradientError,
+    NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError, ScheduleError,
+    SyncTimeoutError, TransformError, TreeMismatchError, UnevenError, WeightError.
 """
 
 from __future__ import annotations
@@ -73,17 +69,15 @@ from fddp.collectives.replicas.reconcile import reconcile
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, rebucket
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.op import Op, Region
+from fddp.core.schedule.op import Op
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
-from fddp.core.sim.cost import PRESETS, CostModel, Sample
+from fddp.core.sim.cost import PRESETS, CostModel
 from fddp.core.sim.simulator import Jitter, simulate
-from fddp.core.timeline import Timeline
 from fddp.ddp import DistributedDataParallel
 from fddp.errors import (
     ClosedError,
     DesyncError,
-    ExtensionError,
     FddpError,
     HookError,
     InternalError,
@@ -101,8 +95,6 @@ from fddp.errors import (
     UnevenError,
     WeightError,
 )
-from fddp.sync import averaging, periodic
-from fddp.sync.autotune import TuneReport
 from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
 from fddp.sync.measure import measure_cost
@@ -111,8 +103,7 @@ from fddp.sync.transform import as_transform
 from fddp.sync.uneven_inputs import uneven
 from fddp.sync.virtual_random import virtual_rng
 from fddp.sync.virtual_sampler import VirtualSampler
-from fddp.telemetry.flight.dump import FlightDumps, dump_flights
-from fddp.telemetry.flight.log import Flight
+from fddp.telemetry.flight.dump import dump_flights
 from fddp.telemetry.flight.recorder import flight
 from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import loopback
@@ -122,10 +113,12 @@ from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
 if TYPE_CHECKING:
+    from fddp import averaging as averaging
     from fddp import extend as extend
     from fddp import integrations as integrations
     from fddp import jax as jax
     from fddp import numerics as numerics
+    from fddp import periodic as periodic
     from fddp import testing as testing
     from fddp import viz as viz
     from fddp import watch as watch
@@ -134,23 +127,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "ClosedError", "Communicator", "CostModel",
-    "DesyncError", "DistributedDataParallel", "ExtensionError", "FddpError", "Flight",
-    "FlightDumps", "GradSync", "HookError", "InternalError", "Jitter", "LeafSpec", "LossError",
-    "NoGradientError", "NonFiniteError", "Op", "PeerError", "PlanMismatchError", "RankLostError",
-    "ReentryError", "Region", "Sample", "Schedule", "ScheduleError", "SyncInfo", "SyncTimeoutError",
-    "Timeline", "Topology", "TransformError", "TreeMismatchError", "TuneReport", "UnevenError",
-    "VirtualSampler", "WeightError", "all_gather", "as_transform", "averaging", "broadcast",
+    "DesyncError", "DistributedDataParallel", "FddpError", "GradSync", "HookError", "InternalError",
+    "Jitter", "LeafSpec", "LossError", "NoGradientError", "NonFiniteError", "Op", "PeerError",
+    "PlanMismatchError", "RankLostError", "ReentryError", "Schedule", "ScheduleError", "SyncInfo",
+    "SyncTimeoutError", "Topology", "TransformError", "TreeMismatchError", "UnevenError",
+    "VirtualSampler", "WeightError", "all_gather", "as_transform", "broadcast",
     "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "flight",
-    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "periodic",
+    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost",
     "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
-    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven",
-    "virtual_rng",
+    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 
 registration.register()
 
-# Most need packages that fddp does not.
-_ON_FIRST_USE = ("extend", "integrations", "jax", "numerics", "testing", "viz", "watch")
+# They stand on the names above. Most need packages that fddp does not.
+_ON_FIRST_USE = (
+    *("averaging", "extend", "integrations", "jax", "numerics", "periodic", "testing", "viz"),
+    "watch",
+)
 
 
 def __dir__() -> list[str]:

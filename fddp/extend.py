@@ -1,26 +1,57 @@
-"""Parts for packages that build on fddp, as `fddp.periodic` and `fddp.watch` do.
+"""Parts for packages that build on fddp, as `fddp.watch` and `fddp.testing` do.
 
 These names are public, and may change between minor versions.
 
-    Group, communicator_of      groups of ranks, and their communicators
-    exchange, Schema, MappingOf, optional
-                                values of all ranks, validated
-    StepTimes, BucketTimes, Interval, waits_since
+    Group, Mesh, communicator_of
+                                groups of ranks, and their communicators
+    exchange, Schema, MappingOf, optional, check_equal
+                                values of all ranks, validated and compared
+    tree_flatten, check_paths   leaves of a tree, and their paths
+    plan_leaves, dense_strides, summary, optimal_plan, Target
+                                plans of leaves, without a tree
+    replay, is_collective, Algorithm, Scaling
+                                schedules, and the rule by which they are launched
+    Cost, LinkAlgorithm, ReadyTimes, preset_or_model, ready_seconds
+                                arguments of `fddp.simulate`
+    StepHandle                  result of `GradSync.start`
+    StepTimes, BucketTimes, Interval, waits_since, Timeline, Span, COMPUTE
                                 times of a step, and waits of this thread
-    counted, plain_table, html_table
+    Flight, find_divergences    dumps of flight recorders, compared
+    counted, size_text, unit_of, MIB, rank_names, plain_table, html_table
                                 texts of reports
 """
 
-from fddp.collectives.communicator import communicator_of as communicator_of
-from fddp.collectives.exchange import exchange as exchange
-from fddp.core.protocol.messages import MappingOf as MappingOf
-from fddp.core.protocol.messages import Schema as Schema
-from fddp.core.protocol.messages import optional as optional
-from fddp.core.tables import html_table as html_table
-from fddp.core.tables import plain_table as plain_table
-from fddp.core.text import counted as counted
-from fddp.core.timeline import BucketTimes as BucketTimes
-from fddp.core.timeline import Interval as Interval
-from fddp.core.timeline import StepTimes as StepTimes
-from fddp.telemetry.waits import waits_since as waits_since
-from fddp.transport import Group as Group
+from fddp.collectives.communicator import communicator_of
+from fddp.collectives.exchange import exchange
+from fddp.core.plan.defaults import MIB
+from fddp.core.plan.leaf import dense_strides
+from fddp.core.plan.plan import plan_leaves, summary
+from fddp.core.protocol.differences import check_equal
+from fddp.core.protocol.launch import replay
+from fddp.core.protocol.messages import MappingOf, Schema, optional
+from fddp.core.schedule.builder import Algorithm
+from fddp.core.schedule.op import is_collective
+from fddp.core.schedule.schedule import Scaling
+from fddp.core.sim.cost import LinkAlgorithm, preset_or_model
+from fddp.core.sim.optimal import Target, optimal_plan
+from fddp.core.sim.simulator import Cost, ReadyTimes, ready_seconds
+from fddp.core.tables import html_table, plain_table
+from fddp.core.text import counted, size_text, unit_of
+from fddp.core.timeline import COMPUTE, BucketTimes, Interval, Span, StepTimes, Timeline
+from fddp.sync.step_handle import StepHandle
+from fddp.telemetry.flight.divergence import find_divergences
+from fddp.telemetry.flight.log import Flight, rank_names
+from fddp.telemetry.waits import waits_since
+from fddp.transport import Group
+from fddp.transport.mesh import Mesh
+from fddp.tree.pytree import check_paths
+from fddp.tree.pytree import flatten as tree_flatten
+
+__all__ = [
+    "COMPUTE", "MIB", "Algorithm", "BucketTimes", "Cost", "Flight", "Group", "Interval",
+    "LinkAlgorithm", "MappingOf", "Mesh", "ReadyTimes", "Scaling", "Schema", "Span", "StepHandle",
+    "StepTimes", "Target", "Timeline", "check_equal", "check_paths", "communicator_of", "counted",
+    "dense_strides", "exchange", "find_divergences", "html_table", "is_collective", "optimal_plan",
+    "optional", "plain_table", "plan_leaves", "preset_or_model", "rank_names", "ready_seconds",
+    "replay", "size_text", "summary", "tree_flatten", "unit_of", "waits_since",
+]  # fmt: skip

@@ -14,9 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fddp.cli.launch import launch
-from fddp.core.plan.defaults import MIB
-from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.tables import plain_table
+from fddp.extend import MIB, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,7 +195,7 @@ def positive(text: str) -> float:
 def cap(text: str) -> float:
     """Parse a bucket cap in MiB."""
     value = positive(text)
-    if not 1 <= value * MIB <= MAX_COUNT:
+    if not 1 <= value * MIB < 2**63:
         raise argparse.ArgumentTypeError(
             f"must be a cap of at least one byte and below 2**63, in MiB, got {text!r}"
         )

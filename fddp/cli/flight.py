@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fddp.cli.common import CallError, Commands
-from fddp.core.text import counted
-from fddp.telemetry.flight.divergence import find_divergences
-from fddp.telemetry.flight.log import Flight
+from fddp.extend import Flight, counted, find_divergences
 
 _MOST_BYTES = 64 * 2**20  # of one file; one of a hundred GradSyncs has 2 MiB
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from fddp import PRESETS, CostModel, Topology
 from fddp.cli.common import CallError
-from fddp.core.schedule.topology import Topology
-from fddp.core.sim.cost import PRESETS, CostModel, LinkAlgorithm
-from fddp.core.sim.simulator import Cost
+from fddp.extend import Cost, LinkAlgorithm
 
 COST_HELP = (
     "cost of a collective: a preset "

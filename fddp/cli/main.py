@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 import fddp
-from fddp.cli import flight, plan, simulate, tune
+from fddp.cli import flight, plan, simulate
 from fddp.cli.common import CallError
 from fddp.cli.demo import command as demo
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "fddp") -> int:
     version = f"fddp {fddp.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, plan, simulate, tune, flight):
+    for command in (demo, plan, simulate, flight):
         command.add(commands)
     return run(parser, argv)
 

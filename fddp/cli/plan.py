@@ -6,8 +6,6 @@ import argparse
 
 from fddp.cli import common
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
-from fddp.core.plan.plan import BucketPlan, summary
-from fddp.core.text import size_text
 
 
 def add(commands: common.Commands) -> None:
@@ -40,29 +38,10 @@ def _run(args: argparse.Namespace) -> int:
         raise common.CallError(f"{args.source!r} is a plan, so its caps are fixed")
     plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
     printer = common.Printer(args.json)
-    printer.show(_table(plan))
+    printer.show(f"{plan}\n\ndigest {plan.digest}")
     printer.write_text(args.json, plan.to_json())
     if args.png:
         from fddp.viz import plot_plan
 
         printer.write_png(args.png, plot_plan(plan))
     return 0
-
-
-def _table(plan: BucketPlan) -> str:
-    left = ("first to last leaf", "dtype, device")
-    columns = ("bucket", "leaves", *left, "size", "cap")
-    rows = []
-    for number, bucket in enumerate(plan.buckets):
-        ends = dict.fromkeys(plan.paths[leaf] for leaf in (bucket.leaves[0], bucket.leaves[-1]))
-        rows.append(
-            (
-                str(number),
-                str(len(bucket.leaves)),
-                " to ".join(ends),
-                f"{bucket.dtype}, {bucket.device}",
-                size_text(bucket.nbytes),
-                "sparse" if bucket.sparse else size_text(bucket.cap_bytes),
-            )
-        )
-    return common.titled_table(summary(plan), f"digest {plan.digest}", columns, rows, left)

@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp.cli import common, simulate_periodic
+from fddp import BucketPlan, FddpError, Jitter, make_schedule, simulate
+from fddp.cli import common
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
-from fddp.core.plan.defaults import MIB
-from fddp.core.plan.plan import BucketPlan, plan_leaves
-from fddp.core.schedule.builder import make_schedule
-from fddp.core.sim.cost import preset_or_model
-from fddp.core.sim.optimal import Target, optimal_plan
-from fddp.core.sim.simulator import Jitter, ReadyTimes, ready_seconds, simulate
-from fddp.core.text import size_text
-from fddp.core.timeline import Timeline
-from fddp.errors import FddpError
+from fddp.extend import (
+    MIB,
+    ReadyTimes,
+    Target,
+    Timeline,
+    optimal_plan,
+    plan_leaves,
+    preset_or_model,
+    ready_seconds,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,14 +86,6 @@ def add(commands: common.Commands) -> None:
         help="JSON of measured times: an object from paths to seconds since the start of the step "
         "(null: no gradient), or a list with one for each leaf of the plan",
     )
-    ready.add_argument(
-        "--step-ms",
-        type=common.positive,
-        metavar="MS",
-        help="duration of an inner step between averages of parameters; SOURCE may be FILE.json "
-        "with a periodic schedule",
-    )
-    simulate_periodic.add(parser)
     parser.add_argument(
         "--jitter",
         type=_jitter,
@@ -113,8 +108,6 @@ def add(commands: common.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     common.require(*(["matplotlib"] if args.png else []))
-    if simulate_periodic.is_periodic(args):
-        return simulate_periodic.run(args)
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
     times = (

@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from fddp import BucketPlan, FddpError, plan_buckets
 from fddp.cli.common import CallError
-from fddp.core.plan.plan import BucketPlan
-from fddp.errors import FddpError
-from fddp.tree.planner import plan_buckets
 
 SOURCE_HELP = (
     "package.module:name or file.py:name of a tree of arrays, of an nn.Module, or of a function "

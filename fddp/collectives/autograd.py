@@ -22,6 +22,7 @@ from torch import Tensor
 from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.native.operands import first_without_memory, have_derivatives
+from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
 
 
 class _Operator(torch.autograd.Function):
@@ -171,7 +172,7 @@ class FddpPassed(torch.autograd.Function):
 def has_rules(leaves: Sequence[Any]) -> bool:
     """Return True if the leaves need autograd or functorch rules and are not just plain tensors."""
     return (
-        torch._C._are_functorch_transforms_active()
+        are_functorch_transforms_active()
         or have_derivatives(leaves, graphs=torch.is_grad_enabled())
         or first_without_memory(leaves) >= 0
     )
@@ -188,7 +189,7 @@ def apply_rules(operator: str, call: Call, leaves: Sequence[Tensor]) -> tuple[Te
 
 def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     """Run a call on plain tensors, or record it if a tracer is active; as `run_eagerly`."""
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_depth():
         from fddp.collectives import torch_library  # registers operators; only tracing needs it
 
         return torch_library.emit(call, leaves)

@@ -89,6 +89,8 @@ class Communicator:
         [0.5, 0.5]
     """
 
+    title = "Communicator"
+
     def __init__(
         self,
         group: Group | None = None,
@@ -114,7 +116,7 @@ class Communicator:
         self._calls_since_handshake: dict[GroupPosition, int] = {}
         self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
-            self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
+            self.transport: Transport = open_transport(span.group, name, usable_s, self.title)
             try:
                 self._agree(problem or transport_error(transport, self.transport))
                 if self.topology is not None:

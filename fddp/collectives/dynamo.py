@@ -20,6 +20,7 @@ from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
 from fddp.collectives.group_position import OperatorArgs, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
+from fddp.native.torch_private import extract_stack
 from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import is_inside
 from fddp.transport import LoopbackGroup
@@ -66,10 +67,7 @@ def _plan_text(plan: BucketPlan) -> str:
 
 def _traced_site() -> str:
     """The innermost line of the code being traced that is neither fddp's nor torch's."""
-    context = torch._guards.TracingContext.try_get()
-    if context is None:
-        return ""
-    for frame in reversed(torch._guards.TracingContext.extract_stack()):
+    for frame in reversed(extract_stack()):
         if not is_inside(frame.filename, ()):
             return f"{frame.filename}:{frame.lineno}"
     return ""

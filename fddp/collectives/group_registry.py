@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fddp.core.schedule.topology import Topology
 from fddp.transport.lifetime.finalizer import on_finalize
+from fddp.transport.torch_private import process_groups
 
 T = TypeVar("T")  # has a method `close`
 
@@ -54,7 +54,7 @@ class GroupRegistry(Generic[T]):
 
 def is_destroyed(group: Any) -> bool:
     """Return True if torch has destroyed the process group."""
-    return isinstance(group, dist.ProcessGroup) and group not in distributed_c10d._world.pg_map
+    return isinstance(group, dist.ProcessGroup) and group not in process_groups()
 
 
 def _close_all(made: dict[Topology | None, Any]) -> None:

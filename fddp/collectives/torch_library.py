@@ -26,10 +26,6 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, enable_grad
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.effects import EffectType
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fddp.collectives.calls import Call, CallRecord
@@ -38,6 +34,14 @@ from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import Operator, OperatorProgram
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
+from fddp.native.torch_private import (
+    SingleLevelFunction,
+    are_functorch_transforms_active,
+    below_autograd,
+    enable_single_level_autograd_function,
+    keep_ordered,
+    set_fwd_grad_enabled,
+)
 
 Parsed: TypeAlias = tuple[OperatorProgram, tuple[str, ...], str, int | None]
 """Program, roles, call site and position within the graph."""
@@ -135,7 +139,7 @@ def _token() -> Tensor:
     return torch.empty(0)
 
 
-class FddpRecorded(_SingleLevelFunction):
+class FddpRecorded(SingleLevelFunction):
     """An operator in a graph that was recorded without derivatives and is differentiated now. It
     handles one level of transforms; torch calls it once for each level."""
 
@@ -147,7 +151,7 @@ class FddpRecorded(_SingleLevelFunction):
         ctx.call = replace(call, program=program)
         ctx.set_materialize_grads(False)
         # torch has disabled both modes here, but outer levels of transforms need them.
-        with enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        with enable_grad(), set_fwd_grad_enabled(True), below_autograd():
             return _recorded(call, *leaves)
 
     @staticmethod
@@ -196,12 +200,12 @@ def _register(operator: Operator) -> None:
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
         own = [leaf for leaf in leaves if leaf is not None]
-        is_transformed = torch._C._are_functorch_transforms_active()
+        is_transformed = are_functorch_transforms_active()
         if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             below: list[Tensor] = getattr(torch.ops.fddp, operator)(
                 leaves, after, communicator, call
             )
@@ -210,7 +214,7 @@ def _register(operator: Operator) -> None:
     LIBRARY.impl(operator, execute, "CompositeExplicitAutograd")
     LIBRARY.impl(operator, differentiable, "Autograd")
     torch.library.register_fake(name, shapes, lib=LIBRARY)
-    torch.library._register_effectful_op(name, EffectType.ORDERED, lib=LIBRARY)
+    keep_ordered(name, LIBRARY)
 
 
 for _operator in get_args(Operator):

@@ -19,7 +19,7 @@ void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
 void bind_trees(py::module_&);
-void bind_usual_step(py::module_&);
+void bind_executor(py::module_&);
 void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
@@ -35,7 +35,7 @@ PYBIND11_MODULE(_C, m) {
   bind_leaves(m);
   bind_params(m);
   bind_flight_ring(m);
-  bind_usual_step(m);
+  bind_executor(m);
   bind_backend_release(m);
   bind_shm_arena(m);
   bind_shm_backend(m);

@@ -6,17 +6,18 @@ within the forward pass of a wrapped module. If it does, it splits the graph at 
 torch assigns the attribute around every forward pass. Each assignment to a class empties Python's
 caches of attributes of all its subclasses, which costs a tenth of a small step. So the attribute
 is assigned once, and again only after others have changed it: to an object that is false between
-forward passes, and stands for the wrapper within them.
+forward passes, and stands for the wrapper within them. It is reset once there is no wrapper left.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from fddp.core.plan.defaults import FIRST_MB, MIB
 from fddp.runtime.untraced import untraced
 
 _CALL_MODULE = "call the module within the wrapper"
@@ -32,7 +33,7 @@ class _ActiveModule(threading.local):
     @property
     def bucket_bytes_cap(self) -> int:
         """Cap of the parts of a graph. Dynamo refuses one below that of its first part."""
-        return max(int(self.module.bucket_bytes_cap), dist._DEFAULT_FIRST_BUCKET_BYTES)
+        return max(int(self.module.bucket_bytes_cap), int(FIRST_MB * MIB))
 
     def __bool__(self) -> bool:
         return self.module is not None
@@ -42,6 +43,19 @@ class _ActiveModule(threading.local):
 
 
 _active = _ActiveModule()
+_wrappers: set[int] = set()  # their ids
+
+
+def reset_after(wrapper: object) -> None:
+    """Reset the attribute of torch's class once `wrapper` and all others are gone."""
+    _wrappers.add(id(wrapper))
+    weakref.finalize(wrapper, _forget, id(wrapper)).atexit = False
+
+
+def _forget(wrapper: int) -> None:
+    _wrappers.discard(wrapper)
+    if not _wrappers and _TorchDDP._active_ddp_module is _active:
+        _TorchDDP._active_ddp_module = None
 
 
 @untraced(_CALL_MODULE)

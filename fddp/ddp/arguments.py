@@ -12,19 +12,19 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, device, nn
-from torch._utils import _get_device_index
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
-from fddp.core.plan.defaults import CAP_MB, MIB
+from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.text import counted
+from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
-from fddp.transport import LoopbackGroup
+from fddp.transport import LoopbackGroup, TransportName
 
 STATIC_FINDS_UNUSED = (
     "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
@@ -33,7 +33,6 @@ STATIC_FINDS_UNUSED = (
 )
 
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
-
 
 # Attributes of the wrapper with the values of the arguments.
 AS_GIVEN = (
@@ -68,13 +67,16 @@ class Arguments:
     static_graph: bool = False
     delay_all_reduce_named_params: Iterable[tuple[str, Tensor]] | None = None
     param_to_hook_all_reduce: Tensor | None = None
-    mixed_precision: _MixedPrecision | None = None
+    mixed_precision: Precision | None = None
     device_mesh: DeviceMesh | None = None
     skip_all_reduce_unused_params: bool = False
     bucket_cap_mb_list: Sequence[float] | None = None
     batched_grad_copy: bool = False
     forward_sync_buffers: bool | None = None
     lazy_bucket_allocation: bool = False
+    transport: TransportName = "auto"
+    nonfinite: Policy = "propagate"
+    virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
         delayed = self.delay_all_reduce_named_params
@@ -303,10 +305,8 @@ def _device_indices(
             f"input module parameters locate in {types}."
         )
     if ids and types != ["cpu"] and len(devices) == 1:
-        indices = tuple(_get_device_index(i, True) for i in ids)
-        return indices, indices[0] if output_device is None else _get_device_index(
-            output_device, True
-        )
+        indices = tuple(map(_index, ids))
+        return indices, indices[0] if output_device is None else _index(output_device)
     if ids or output_device:
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
@@ -340,6 +340,12 @@ def _warn_of_needless(arguments: Arguments) -> None:
         warnings.warn(STATIC_FINDS_UNUSED, stacklevel=_TO_CALLER)
 
 
+def _index(device: int | str | torch.device) -> int:
+    """Index of a device; that of the current device if the device has none."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
 def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:
     """Return if buffers are broadcast at every forward, and if they are at the start."""
     if arguments.forward_sync_buffers is not None:
@@ -355,7 +361,7 @@ def _caps(arguments: Arguments) -> tuple[int, int, tuple[int, ...]]:
         listed = tuple(_bytes("bucket_cap_mb_list", cap) for cap in arguments.bucket_cap_mb_list)
         return max(listed), max(listed), listed
     if arguments.bucket_cap_mb is None:
-        return int(CAP_MB * MIB), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
+        return int(CAP_MB * MIB), int(FIRST_MB * MIB), ()
     cap_bytes = _bytes("bucket_cap_mb", arguments.bucket_cap_mb)
     return cap_bytes, cap_bytes, ()
 

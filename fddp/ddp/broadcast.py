@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
 from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import MappingOf
+from fddp.ddp.torch_private import preserve_version_counter
 from fddp.errors import DesyncError, FddpError, PlanMismatchError
 from fddp.native.pack import storage_use_count
 from fddp.runtime.agreement import exchange
@@ -73,7 +73,7 @@ def broadcast_buffers(
         if _is_held(buffer, mine):
             _replace(module, buffer, value)
         else:
-            with _unsafe_preserve_version_counter(buffer):
+            with preserve_version_counter(buffer):
                 mine.copy_(value)
 
 

@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from fddp.collectives.replicas.broadcast import broadcast
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import MAX_COUNT
+from fddp.ddp.steps import Steps
 from fddp.ddp.weak_callback import weak_callback
+from fddp.native.torch_private import queue_callback
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
 
@@ -90,3 +92,22 @@ class Delayed:
 
     def _ready(self) -> None:
         self._at_end(self.average)
+
+
+def end_of_backward(steps: Steps, *, all_delayed: bool) -> Callable[[Callable[[], None]], None]:
+    """Return the `at_end` of a wrapped module.
+
+    Args:
+        steps: its steps, which wait for the callback. It is ignored without synchronisation.
+        all_delayed: True if there are none, because all parameters are delayed.
+    """
+
+    def at_end(average: Callable[[], None]) -> None:
+        if not steps.switch.is_on or steps.is_stopped:
+            return
+        if all_delayed:
+            queue_callback(average)
+        else:
+            steps.open().runner.work.append(average)
+
+    return at_end

@@ -14,100 +14,99 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
-from fddp.ddp.state import WrapperState
-
-if TYPE_CHECKING:
-    from fddp.ddp.backward_steps import BackwardDriver
+from fddp.ddp.forward_passes import ForwardPasses
+from fddp.ddp.steps import Steps
 
 
-class FailurePropagation(WrapperState):
-    """A wrapped module whose steps fail on all ranks together."""
+@contextmanager
+def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]:
+    """Mark one step of a wrapped module; see `DistributedDataParallel.in_step`."""
+    switch = steps.switch
+    steps.abort_stale_step()  # others wait for its end
+    forward.is_in_round = False
+    step, done = 0, forward.rounds
+    if steps.is_open:
+        step = steps.engine.step
+        steps.engine.transport.enter_step(step)
+    switch.in_step = True
+    try:
+        yield
+    except BaseException as error:
+        if _is_expected(steps, forward, step):
+            _report(ddp, steps, forward, error, forward.rounds - done)
+        raise
+    finally:
+        switch.in_step = False
+        if steps.is_open:
+            steps.engine.transport.leave_step()
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Mark one step. An exception raised inside on one rank is reported to the others.
 
-        The block contains the input, forward passes, loss function and backward pass of one step,
-        on every rank. The exception propagates on the rank that raised it. The others raise
-        `PeerError` with its text at the end of their backward pass, or in the operator in which
-        they wait for this rank. No rank has gradients of the step, and all can continue. Nothing
-        is communicated if nothing is raised.
+def _is_expected(steps: Steps, forward: ForwardPasses, step: int) -> bool:
+    """Return True if the other ranks wait for this rank in a step."""
+    if not steps.is_open or steps.is_stopped or not steps.switch.syncs:
+        return False
+    if forward.is_in_round or steps.engine.is_closed or steps.engine.transport.closed_by:
+        return False  # the other ranks have an error as well
+    return steps.engine.step == step or steps.is_broken_off
 
-        The block contains one step and its earlier micro-batches under `no_sync`. A block of
-        micro-batches alone must be under `no_sync` as a whole. With `forward_sync_buffers` or
-        within `join`, the block has one forward pass outside of `no_sync`. Keep evaluation out of
-        the block.
 
-        Raises:
-            RankLostError, SyncTimeoutError, DesyncError: the exception could not be reported. It is
-                the context of this error.
-
-        Example:
-            >>> import fddp, torch
-            >>> def train(group):
-            ...     model = torch.nn.Linear(2, 1, bias=False)
-            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
-            ...     try:
-            ...         with ddp.in_step():
-            ...             loss = ddp(torch.ones(1, 2)).sum()
-            ...             if group.rank == 1:
-            ...                 raise ValueError("a bad batch")
-            ...             loss.backward()
-            ...     except (ValueError, fddp.PeerError) as error:
-            ...         return type(error).__name__, "a bad batch" in str(error)
-            >>> fddp.loopback(2, train)
-            [('PeerError', True), ('ValueError', True)]
-        """
-        if self._steps is not None:
-            self._steps.abort_stale_step()  # others wait for its end
-        self._forward_collectives.is_open = False
-        step = 0 if self._steps is None else self._steps.engine.step
-        done = self._forward_collectives.done
-        self._switch.in_step = True
-        if self._steps is not None:
-            self._steps.engine.transport.enter_step(step)
-        try:
-            yield
-        except BaseException as error:
-            steps = self._expected(step)
-            if steps is not None:
-                self._report(steps, error, self._forward_collectives.done - done)
+def _report(
+    ddp: Any, steps: Steps, forward: ForwardPasses, error: BaseException, done: int
+) -> None:
+    """Report the error in the rest of a step, `done` of whose rounds around forward passes this
+    rank has run."""
+    raised_at = error.__traceback__
+    try:
+        _publish(steps, error)  # first, because others may wait in their forward pass
+        if not steps.is_broken_off:
+            if done == 0:
+                forward.run_before(ddp)
+            if done == 0 or done % 2 == 1:
+                forward.run_after(ddp)
+            ddp.require_forward_param_sync = True  # as on the others
+        _fail(steps, error)
+    except BaseException as raised:
+        if raised is not error:
             raise
-        finally:
-            self._switch.in_step = False
-            if self._steps is not None:
-                self._steps.engine.transport.leave_step()
+    finally:
+        error.__traceback__ = raised_at  # without the frames of this module
 
-    def _expected(self, step: int) -> BackwardDriver | None:
-        """Return the driver of this step if the other ranks wait for this rank in it."""
-        steps = self._steps
-        if steps is None or steps.is_stopped or self._all_delayed or not self._syncs:
-            return None
-        if (
-            self._forward_collectives.is_open
-            or steps.engine.is_closed
-            or steps.engine.transport.closed_by
-        ):
-            return None  # the other ranks have an error as well
-        return steps if steps.engine.step == step or steps.is_broken_off else None
 
-    def _report(self, steps: BackwardDriver, error: BaseException, done: int) -> None:
-        """Report the error in the rest of a step, `done` of whose rounds around forward passes this
-        rank has run."""
-        raised_at = error.__traceback__
-        try:
-            steps.publish_failure(error)  # first, because others may wait in their forward pass
-            if not steps.is_broken_off:
-                if done == 0:
-                    self._sync_before_forward()
-                if done == 0 or done % 2 == 1:
-                    self._sync_after_forward()
-                self.require_forward_param_sync = True  # as on the others
-            steps.fail(error)
-        except BaseException as raised:
-            if raised is not error:
-                raise
-        finally:
-            error.__traceback__ = raised_at  # without the frames of this module
+def _publish(steps: Steps, error: BaseException) -> None:
+    """Publish an error to ranks that wait in operators of the step which `_fail` will end."""
+    with steps.lock:
+        if not steps.passes.is_queued:
+            step = steps.runner.step
+            number = steps.engine.step if step is None else step.number
+            steps.engine.publish_step_failure(number, error)
+
+
+def _fail(steps: Steps, error: BaseException) -> None:
+    """End the other ranks' step with an error of this rank.
+
+    Does nothing within a backward pass that still runs.
+
+    Raises:
+        As `Engine.finish`: `error` if the other ranks received it.
+    """
+    with steps.lock:
+        if not steps.passes.is_queued:
+            steps.passes.forget_end()
+            steps.runner.fail(error)
+            drop_step(steps)
+
+
+def drop_step(steps: Steps) -> None:
+    """Finish the collectives of a step, and restore the gradients from before it.
+
+    Raises:
+        As `Engine.finish`.
+    """
+    try:
+        steps.runner.close_step()
+    finally:
+        steps.runner.restore_grads()
+        steps.passes.expect_grads(False)
+        steps.drop()

@@ -1,14 +1,31 @@
-"""Steps that the caller closes after their backward pass; see [Note: manual finalization]."""
+"""Steps that the caller closes after their backward pass, as in torch 2.15.
+
+[Note: manual finalization]
+With manual finalization the end of backward leaves the step open, and `finalize` closes it. The
+last bucket, which carries the control word, is sent in between, so that its all-reduce overlaps
+other work. From then on the step can take no further gradient and report no failure. Within
+`in_step` an exception has to reach the other ranks, so there the last bucket is sent by `finalize`.
+A hook within backward may call `finalize`, too, if every parameter has its gradients.
+"""
 
 from __future__ import annotations
 
-import time
-
-from fddp.ddp.backward_steps import BackwardDriver, Suspension, drop_step
+from fddp.ddp.failure_scope import drop_step
 from fddp.ddp.step_runner import StepRunner
-from fddp.runtime.contributions import BackwardContributions
-from fddp.runtime.interpreter import send_last_bucket
+from fddp.ddp.steps import Steps
 
+NOT_MANUAL = (
+    "finalize_backward() was called, but manual backward finalization is not required; set "
+    "require_manual_backward_finalization = True before forward"
+)
+ALL_DELAYED = (
+    "Manual backward finalization is not supported when all parameters have a delayed all-reduce "
+    "(delay_all_reduce_named_params); leave one of the two out"
+)
+TOO_LATE = (
+    "require_manual_backward_finalization cannot change after forward while a backward pass is "
+    "expected or in progress; set it before forward, or after finalize_backward()"
+)
 _NOTHING = (
     "finalize_backward() was called, but no step requires finalization: it was finalized already, "
     "or no backward pass has synchronised gradients since, as within no_sync()"
@@ -22,67 +39,31 @@ _LEFT_OUT = (
 )
 
 
-class FinalizingDriver(BackwardDriver):
-    """Driver whose steps are closed at the end of backward, or by `finalize`."""
+def finalize(steps: Steps) -> None:
+    """Close a step under manual finalization.
 
-    def finish(self, *, required: bool) -> None:
-        """Close the step at the end of backward, or leave that to `finalize`.
+    Raises:
+        RuntimeError: there is no such step, it lacks gradients, or some came too late.
+        Exception: as `Steps.finish`.
+    """
+    with steps.lock:
+        if not steps.is_suspended:
+            if not steps.passes.is_queued or steps.runner.step is None:
+                raise RuntimeError(_NOTHING)
+            _check_complete(steps.runner)
+        elif _has_left_out(steps.runner):
+            drop_step(steps)
+            raise RuntimeError(_LEFT_OUT)
+        steps.end(required=True)
 
-        Args:
-            required: True if a step is taken even if no gradient came.
 
-        Raises:
-            Exception: as `BackwardDriver.finish`.
-        """
-        if not self._switch.is_manual:
-            super().finish(required=required)
-            return
-        with self._lock:
-            if not self._suspend(required=required):
-                super().finish(required=required)
-
-    def _suspend(self, *, required: bool) -> bool:
-        """Leave the step open for `finalize`. Return False if there is none."""
-        runner = self.runner
-        if self._context is None:
-            if required and not runner.is_begun:
-                runner.open()
-            if runner.step is None:
-                return False
-        self.passes.forget_end()
-        self._set_suspension(Suspension(ended_s=time.perf_counter()))
-        if not self._switch.in_step and runner.step is not None:
-            runner.fail_on_misuse(runner.parameters.used_names())
-            send_last_bucket(runner.step)
-            self.suspension.arrived = runner.step.contributions.arrived()
-        return True
-
-    def finalize(self) -> None:
-        """Close a step under manual finalization.
-
-        Raises:
-            RuntimeError: there is no such step, it lacks gradients, or some came too late.
-            Exception: as `BackwardDriver.finish`.
-        """
-        with self._lock:
-            if not self.suspension.is_active:
-                if not self.passes.is_queued or self.runner.step is None:
-                    raise RuntimeError(_NOTHING)
-                check_complete(self.runner)
-            elif self._has_left_out():
-                drop_step(self)
-                raise RuntimeError(_LEFT_OUT)
-            super().finish(required=True)
-
-    def _has_left_out(self) -> bool:
-        step, arrived = self.runner.step, self.suspension.arrived
-        return step is not None and arrived is not None and step.contributions.arrived() > arrived
-
-    @property
-    def is_open(self) -> bool:
-        """True if a backward pass is expected or in progress, or its step is not closed."""
-        with self._lock:
-            return self.passes.expects_grads or self.passes.is_queued or self.runner.is_begun
+def is_in_progress(steps: Steps) -> bool:
+    """Return True if a backward pass is expected or in progress, or its step is not closed."""
+    with steps.lock:
+        passes = steps.passes
+        return steps.is_open and (
+            passes.expects_grads or passes.is_queued or steps.runner.current is not None
+        )
 
 
 def needs_end_of_backward(runner: StepRunner) -> bool:
@@ -93,10 +74,16 @@ def needs_end_of_backward(runner: StepRunner) -> bool:
     return runner.has_changed or engine.program.control.with_order or is_partial
 
 
-def check_complete(runner: StepRunner) -> None:
+def _has_left_out(runner: StepRunner) -> bool:
+    arrived = None if runner.current is None else runner.current.arrived
+    step = runner.step
+    return step is not None and arrived is not None and step.contributions.arrived() > arrived
+
+
+def _check_complete(runner: StepRunner) -> None:
     """Raise a RuntimeError if parameters lack gradients, within backward."""
-    found = None if runner.step is None else runner.step.contributions
-    if not isinstance(found, BackwardContributions):
+    found = None if runner.step is None else runner.step.contributions.backward
+    if found is None:
         raise RuntimeError(f"{_INCOMPLETE}; {_LATER}")
     counts = runner.parameters.hooks.counts()
     rows = zip(runner.parameters.names, counts, found.expected, strict=True)

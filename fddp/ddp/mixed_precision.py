@@ -8,14 +8,28 @@ are reduced (`wire_dtype`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from fddp.ddp.parameter_swap import ParameterSwap
+from fddp.ddp.torch_private import cast_forward_inputs
+from fddp.native.torch_private import current_graph_task_id
+
+
+class Precision(Protocol):
+    """Dtypes of torch's `_MixedPrecision`; None leaves the tensors as they are.
+
+    Attributes:
+        param_dtype: dtype of parameters and inputs in forward and backward.
+        reduce_dtype: dtype in which gradients are reduced; that of the parameters if None.
+        buffer_dtype: dtype to which buffers are cast once.
+    """
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
 
 
 class MixedPrecision:
@@ -25,12 +39,12 @@ class MixedPrecision:
 
     Args:
         module: the module for `run`.
-        config: `param_dtype` is the dtype of parameters and inputs in forward and backward;
-            `buffer_dtype` is the dtype to which buffers are cast once. None casts nothing.
+        config: dtypes of parameters, inputs and buffers.
 
     Example:
         >>> import torch
         >>> from torch import nn
+        >>> from torch.nn.parallel.distributed import _MixedPrecision
         >>> module = nn.Linear(2, 1)
         >>> mixed = MixedPrecision(module, _MixedPrecision(param_dtype=torch.bfloat16))
         >>> output = mixed.run(module, (torch.ones(3, 2),), {})
@@ -39,7 +53,7 @@ class MixedPrecision:
         (torch.bfloat16, tensor([[3., 3.]]))
     """
 
-    def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
+    def __init__(self, module: nn.Module, config: Precision) -> None:
         self._dtype = config.param_dtype
         self._casts: ParameterSwap | None = None
         if config.buffer_dtype is not None:
@@ -56,7 +70,7 @@ class MixedPrecision:
         """
         if self._casts is None:
             return module(*args, **kwargs)
-        args, kwargs = _cast_forward_inputs(self._dtype, *args, **kwargs)
+        args, kwargs = cast_forward_inputs(self._dtype, *args, **kwargs)
         with self._casts.over(module):
             return module(*args, **kwargs)
 
@@ -67,7 +81,7 @@ class MixedPrecision:
         return cast
 
 
-def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
+def wire_dtype(config: Precision) -> torch.dtype | None:
     """Return the dtype in which gradients are reduced; None for their own."""
     return config.reduce_dtype or config.param_dtype
 
@@ -95,7 +109,7 @@ class _Cast(torch.autograd.Function):
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0
+    return current_graph_task_id() >= 0
 
 
 def _is_castable(tensor: Tensor, dtype: torch.dtype) -> bool:

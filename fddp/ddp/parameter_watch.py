@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from fddp.ddp.arguments import managed
 from fddp.native import extension
+from fddp.native.torch_private import is_gradtrackingtensor
 
 Change = Literal["none", "swapped", "changed"]
 
@@ -78,10 +78,9 @@ class ParameterWatch:
     @property
     def are_others_tracked(self) -> bool:
         """True if tensors are differentiated that `functional_call` has put in place."""
-        is_tracked = torch._C._functorch.is_gradtrackingtensor
         there: list[Tensor | None] = [e for table in self._tables for e in table.values()]
         return any(
-            entry.requires_grad or is_tracked(entry)
+            entry.requires_grad or is_gradtrackingtensor(entry)
             for entry in there
             if entry is not None and not isinstance(entry, Parameter)
         )

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fddp.ddp.state import WrapperState
 from fddp.hooks import allreduce
 from fddp.hooks.flat import real
 from fddp.hooks.torch_adapter import GradBucket
@@ -23,11 +22,11 @@ from fddp.runtime.hook_binding import BoundHook
 class Reducer:
     """Substitute for DDP's C++ reducer. Holds the wrapper weakly."""
 
-    def __init__(self, ddp: WrapperState) -> None:
+    def __init__(self, ddp: Any) -> None:
         self._ddp = weakref.ref(ddp)
 
     @property
-    def _wrapper(self) -> WrapperState:
+    def _wrapper(self) -> Any:
         ddp = self._ddp()
         if ddp is None:
             raise RuntimeError("the wrapped module of this reducer has been freed")
@@ -48,7 +47,8 @@ class Reducer:
         return torch.tensor(counts, dtype=torch.int32, device=self._wrapper.device)
 
     def _ddp_graph_static(self) -> bool:
-        return self._wrapper.steps.runner.usage.is_static
+        is_static: bool = self._wrapper.steps.runner.usage.is_static
+        return is_static
 
     def _check_reducer_finalized(self) -> None:
         self._wrapper._raise_pending()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 
 from fddp.core.plan.plan import plan_leaves
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.ddp.arguments import Options
+from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.runtime.agreement import Rebuild, SyncConfig
-from fddp.runtime.nonfinite import Policy
-from fddp.transport import Transport, TransportName
+from fddp.transport import LoopbackGroup, Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
 
@@ -24,8 +26,8 @@ class ModuleRequest:
 
     Attributes:
         params: parameters to synchronise, by name, in the order of their registration.
-        options: caps, and the names of parameters with sparse gradients.
-        virtual_ranks: number of virtual ranks, or None.
+        options: settings of the wrapper.
+        span: group of the ranks.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
     """
@@ -34,13 +36,15 @@ class ModuleRequest:
     options: Options
     span: GroupAndTopology
     last_is_small: bool = False
-    transport: TransportName = "auto"
-    nonfinite: Policy = "propagate"
-    virtual_ranks: int | None = None
 
     timeout_s = None  # the group's own
     is_foreign = False
     title = "DistributedDataParallel"
+
+    @property
+    def transport(self) -> TransportName:
+        """Name of the transport."""
+        return self.options.arguments.transport
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration that ranks must have in common.
@@ -55,8 +59,9 @@ class ModuleRequest:
         problem = transport_error(self.transport, transport)
         if problem is not None:
             raise problem
-        if self.virtual_ranks is not None:
-            VirtualRanks.over(self.virtual_ranks, transport.world_size)  # raises its errors
+        arguments = self.options.arguments
+        if arguments.virtual_ranks is not None:
+            VirtualRanks.over(arguments.virtual_ranks, transport.world_size)  # raises its errors
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,
@@ -75,8 +80,20 @@ class ModuleRequest:
             topology=Topology(world=transport.world_size),
             schedule=None,
             rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
-            skips_unused=self.options.arguments.skip_all_reduce_unused_params,
-            deterministic=self.virtual_ranks is not None,
-            virtual_ranks=self.virtual_ranks,
-            nonfinite=self.nonfinite,
+            skips_unused=arguments.skip_all_reduce_unused_params,
+            deterministic=arguments.virtual_ranks is not None,
+            virtual_ranks=arguments.virtual_ranks,
+            nonfinite=arguments.nonfinite,
         )
+
+
+def current_request(
+    watch: ParameterWatch, options: Options, group: dist.ProcessGroup | LoopbackGroup
+) -> ModuleRequest:
+    """Return the request for the current parameters of a module."""
+    return ModuleRequest(
+        params=watch.find_replaced(),
+        options=options,
+        span=GroupAndTopology(group, None),
+        last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
+    )

@@ -1,138 +1,44 @@
-"""One step of a wrapped module: open it, close it, write its results to `.grad`.
-
-[Note: changed parameters]
-The parameters of a wrapped module may change between steps. A parameter that is frozen stays in the
-plan, unused. If one is unfrozen, replaced or added, the rank can run neither a step of the old plan
-nor the collectives that make a new plan before all ranks are ready for it. So it fails its next
-step with `ParametersChangedError` and leaves its gradients untouched. If all ranks fail with this
-error, they make a new plan and repeat the step. Otherwise all of them raise. If a rank fails for
-another reason, the others raise that error, and the comparison waits for the next step.
-"""
+"""Steps of a wrapped module: open one, close it, write its results to `.grad`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-
-import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from collections.abc import Callable
 
 from fddp.core.protocol.calls import Method
+from fddp.ddp.autograd_context import SKIP_IN_CONTEXT, begin_in_context
+from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
 from fddp.ddp.debug_logs import log_rebuilt
 from fddp.ddp.logging_data import Recorder
+from fddp.ddp.micro_batches import IN_CONTEXT, MicroBatches
+from fddp.ddp.module_step import ModuleStep
+from fddp.ddp.parameters import HookedParameters
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
-from fddp.errors import FddpError, InternalError, PlanMismatchError
-from fddp.native.autograd_leaves import add_to_context, param_set
+from fddp.ddp.unused_parameters import ParameterUse, Usage, raise_changed_graph
+from fddp.errors import InternalError
 from fddp.native.backward_watch import BackwardWatch
-from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
-from fddp.runtime.failures import peer_error
-from fddp.runtime.state import Outcome
+from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.step import Step
+from fddp.runtime.step_context import Outcome
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
-from fddp.tree.pytree import flatten
-
-_CHANGE = "freeze, unfreeze and replace parameters on all ranks between the same two steps"
-_SKIP_IN_CONTEXT = (
-    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
-    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
-    "wrapper with nonfinite='raise'"
-)
-
-
-class ParametersChangedError(FddpError):
-    """A rank's parameters are no longer those of the plan."""
-
-
-@dataclass(slots=True)
-class _NoGraphInfo:
-    """Stands for an inspected graph. Backward passes of a module are not inspected beforehand."""
-
-    used: list[bool]
-    opaque: bool = True
-
-
-class HookedParameters:
-    """Parameters in the order of the plan's leaves, with hooks for their gradients.
-
-    The hooks do nothing after this object is freed. They announce the first gradient of a step to
-    `watch`. With `undefined_counts`, an undefined gradient stands for zeros.
-
-    Attributes:
-        graph: graph of any backward pass, as far as it is known beforehand.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        watch: BackwardWatch,
-        *,
-        undefined_counts: bool,
-    ) -> None:
-        self.leaves, treedef = flatten(dict(params))
-        self.names = treedef.paths
-        self.hooks = param_set(self.leaves, watch)
-        self.hooks.count_undefined(undefined_counts)
-        self.graph = _NoGraphInfo([True] * len(self.names))
-        self._all_names = frozenset(self.names)
-        self._counts: Sequence[int] = ()
-        self._ranks: Mapping[str, int] = {}  # the same counts by name
-
-    def are_captured(self) -> bool:
-        """Return True if the running `autograd.grad` returns a parameter's gradient."""
-        leaves = (leaf for leaf in self.leaves if leaf.requires_grad)
-        try:
-            for leaf in leaves:
-                # Raises for leaves whose gradients autograd.grad captures.
-                torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-        except RuntimeError:
-            return True
-        return False
-
-    def used_names(self) -> frozenset[str]:
-        """Names of the parameters that received a gradient on this rank."""
-        if self.hooks.all_used():
-            return self._all_names
-        flags = self.hooks.used()
-        return frozenset(name for name, used in zip(self.names, flags, strict=True) if used)
-
-    def by_name(self, counts: Sequence[int]) -> Mapping[str, int]:
-        """Return by name the numbers of ranks that used each leaf."""
-        if counts != self._counts:
-            self._counts, self._ranks = counts, dict(zip(self.names, counts, strict=True))
-        return self._ranks
-
-
-@dataclass(frozen=True)
-class BucketMemory:
-    """Use of the memory of buckets.
-
-    Attributes:
-        is_gradient: True if results, which are views of it, replace gradients that were there
-            before, instead of being written into them.
-        is_lazy: True if it is allocated when a bucket is complete, and released after the step.
-    """
-
-    is_gradient: bool
-    is_lazy: bool
 
 
 class StepRunner:
-    """Runs the steps of a wrapped module on the engine. Construction is a collective call.
+    """Opens and closes the steps of a wrapped module. Construction is a collective call.
 
     Args:
-        find_unused, static: as for `Usage`.
-        memory: memory of the buckets and gradients.
+        request: the parameters and their bucketing.
+        watch: observer of backward passes.
+        recorder: logger of the steps.
 
     Attributes:
-        engine: the engine, which owns the plan.
+        engine: the engine, which owns the plan. Changed parameters bring a new one.
         usage: the parameters that steps used.
-        parameters: the parameters with their hooks; set by `set_parameters`.
-        step: the open step, or None.
+        parameters: the parameters with their hooks.
+        current: the step that is open or waits to be closed, or None.
+        micro_batches: earlier backward passes of the current step; None without virtual ranks.
+        recorder: as above.
         work: further waits for the end of a step.
         has_changed: True if the parameters are no longer those of the plan.
         skipped: True if all ranks left out the last step because of a non-finite number.
@@ -140,55 +46,39 @@ class StepRunner:
             communicated since.
     """
 
-    parameters: HookedParameters
-
-    def __init__(
-        self,
-        request: ModuleRequest,
-        *,
-        find_unused: bool,
-        static: bool,
-        memory: BucketMemory,
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, request: ModuleRequest, watch: BackwardWatch, recorder: Recorder) -> None:
+        arguments = request.options.arguments
         self.engine = _engine(request)
-        transport = self.engine.transport
         self.usage = Usage(
             request.params,
-            transport.rank,
-            transport.world_size,
-            find_unused=find_unused,
-            static=static,
+            self.engine.transport.rank,
+            self.engine.transport.world_size,
+            find_unused=arguments.find_unused_parameters,
+            static=arguments.static_graph,
         )
         self.recorder = recorder
-        self.step: Step | None = None
+        self.current: ModuleStep | None = None
+        self.micro_batches = None if arguments.virtual_ranks is None else MicroBatches()
         self.work: list[Callable[[], object]] = []
-        self.skipped = False
-        self.has_failed = False
+        self.has_changed = self.skipped = self.has_failed = False
+        self._replaces = arguments.gradient_as_bucket_view
+        self._is_lazy = arguments.lazy_bucket_allocation
         self._request = request
-        self.memory = memory
-        self.has_changed = False
-        self._open_error: BaseException | None = None
-        self._begun_s = 0.0
-        self._write: Callable[[Sequence[Tensor | None]], None] = _write_nothing
-
-    def set_parameters(self, watch: BackwardWatch) -> None:
-        """Hook the parameters of the request."""
+        self._watch = watch
         self.parameters = HookedParameters(
-            self._request.params,
-            watch,
-            undefined_counts=self.usage.reports_unused,
+            request, self._watch, undefined_counts=self.usage.reports_unused
         )
-        self._assign = partial(self.parameters.hooks.assign, replace=self.memory.is_gradient)
 
-    def change_parameters(self, request: ModuleRequest, watch: BackwardWatch) -> None:
+    def change_parameters(self, request: ModuleRequest) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
-        # The next set removes its hooks from parameters that stay.
-        del self.parameters, self._assign
         self._request = request
-        self.set_parameters(watch)
         self.usage.params = request.params
         self.has_changed = True
+        # The next set removes its hooks from parameters that stay.
+        del self.parameters
+        self.parameters = HookedParameters(
+            request, self._watch, undefined_counts=self.usage.reports_unused
+        )
 
     def declare_static(self) -> None:
         """Require that all steps use the same parameters."""
@@ -196,82 +86,85 @@ class StepRunner:
         self.parameters.hooks.count_undefined(self.usage.reports_unused)
 
     @property
+    def step(self) -> Step | None:
+        """The open step of the engine, or None."""
+        return None if self.current is None else self.current.step
+
+    @property
     def is_begun(self) -> bool:
         """True if a step is open, or could not be opened."""
-        return self.step is not None or self._open_error is not None
+        return self.current is not None and self.current.is_begun
+
+    # Attributes are read instead of local variables, where frames in an error's traceback would
+    # keep a step alive.
 
     def open(self, *, again: bool = False) -> None:
         """Open a step whose gradients the hooks collect.
 
         Does not raise, because backward is running; errors are raised at the end of backward.
         """
-        hooks = self.parameters.hooks
+        hooks, engine = self.parameters.hooks, self.engine
+        self.current = ModuleStep()
         try:
-            self._begun_s = time.perf_counter()
             if not again:
                 hooks.begin()
-            number = self.engine.step
-            step = self.step = self.engine.open(
-                Method.MODULE, with_stats=self.recorder.wants(number)
+            step = self.current.step = engine.open(
+                Method.MODULE, with_stats=self.recorder.wants(engine.step)
             )
-            self.engine.in_backward = True
+            engine.in_backward = True
             step.allow_idle_ranks = self.usage.joining
-            if step.context.bound_hook is not None:
+            if step.bound_hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
-                self.engine.transport.leave_step()
+                engine.transport.leave_step()
             if self.has_changed and not again:
-                step.fail(ParametersChangedError(f"this rank's parameters have changed; {_CHANGE}"))
+                step.fail(ParametersChangedError())
                 return
             step.begin(self._contributions(step), self.parameters.leaves)
-            self._write = self._assign
-            step.arm(hooks, self.parameters.graph, self.engine.arrivals)
+            self.current.write = self.parameters.assign
+            step.arm(hooks, self.parameters.graph, engine.arrivals)
         except BaseException as error:
-            if self.step is None:
-                self._open_error = error
+            if self.current.step is None:
+                self.current.open_error = error
             else:
-                self.step.fail(error)
+                self.current.step.fail(error)
 
-    def _contributions(self, step: Step) -> BackwardContributions:
-        is_gradient = self.memory.is_gradient
+    def _contributions(self, step: Step) -> Contributions:
+        if self.micro_batches is not None:
+            return self.micro_batches.contributions(self.engine, step, self.parameters.leaves)
         return BackwardContributions(
             step.program,
             weight=1.0,
             accumulated=None,
             idle=step.context.idle,
-            aliases_buffer=self.parameters.hooks.aliases_buffer if is_gradient else None,
-            packs_early=not self.memory.is_lazy,
+            aliases_buffer=self.parameters.hooks.aliases_buffer if self._replaces else None,
+            packs_early=not self._is_lazy,
         )
 
-    def open_distributed(self, context: int) -> None:
-        """Open a step over the gradients in a context of distributed autograd.
+    def open_in_context(self, current: ModuleStep, context: int) -> None:
+        """Open a step over the gradients in a context of distributed autograd. Backward has ended.
 
-        Backward has ended. Results are written over this rank's gradients in the context, and
-        added to it where this rank has none. An undefined gradient stands for zeros.
+        Results are written over this rank's gradients in the context, and added to it where this
+        rank has none.
         """
-        from torch.distributed.autograd import get_gradients
+        step = current.step = self.engine.open(Method.MODULE, with_stats=False)
+        if self.micro_batches is not None:
+            step.fail(RuntimeError(IN_CONTEXT))
+        elif self.engine.terms.nonfinite == "skip":
+            step.fail(ValueError(SKIP_IN_CONTEXT))
+        else:
+            current.write = begin_in_context(step, self.parameters, context)
 
-        params = self.parameters.leaves
-        grads = get_gradients(context)
-        own = [grads.get(param) for param in params]
-        used = self.parameters.hooks.used()
-        self.step = self.engine.open(Method.MODULE, with_stats=False)
-        if self.engine.terms.nonfinite == "skip":
-            self.step.fail(ValueError(_SKIP_IN_CONTEXT))
-            return
-        contributions = TreeContributions(self.engine.program, _filled(own, used, params), 1.0)
-        self.step.begin(contributions, params)
-        self._write = partial(_add_to_context, context, params, own)
-
-    def finish(self, reached_s: float, end_s: float | None = None) -> None:
+    def finish(self, reached_s: float) -> None:
         """Close the step, and write its results.
 
         Args:
             reached_s: time at which backward reached an output, in seconds of `perf_counter`.
-            end_s: time at which it ended; now, if it has only just.
         """
-        end_s = time.perf_counter() if end_s is None else end_s
-        if self._open_error is not None or self.step is None:
-            raise self._open_error or InternalError("a step was to end that was not open")
+        if self.current is None or self.current.step is None:
+            raise (self.current and self.current.open_error) or InternalError(
+                "a step was to end that was not open"
+            )
+        end_s = time.perf_counter() if self.current.ended_s is None else self.current.ended_s
         here = self.parameters.used_names()
         if self.usage.static:
             self.fail_on_misuse(here)
@@ -282,13 +175,21 @@ class StepRunner:
                 outcome = self._repeat()
         except BaseException:
             self.restore_grads()
-            _raise_changed_graph(self.step.failures if self.step else ())
+            raise_changed_graph(self.current.failures)
             raise
-        step, report = self.step, outcome.report
-        if step.program.control.with_order and not self.engine.program.control.with_order:
+        self._write(outcome, here, (min(reached_s, self.current.begun_s), end_s))
+
+    def _write(
+        self, outcome: Outcome, here: frozenset[str], backward_s: tuple[float, float]
+    ) -> None:
+        """Write the results of the closed step, and record it."""
+        if self.current is None or self.current.step is None:
+            raise InternalError("results were to be written of no step")
+        step, report, program = self.current.step, outcome.report, self.current.step.program
+        if program.control.with_order and not self.engine.program.control.with_order:
             plan = self.engine.program.plan
             log_rebuilt(len(plan.buckets), plan.caps_bytes)
-        self._write(outcome.leaves)
+        self.current.write(outcome.leaves)
         if outcome.skipped:
             # Gradients accumulated before the step are part of the sum, and go, too.
             for param in self.parameters.leaves:
@@ -298,9 +199,7 @@ class StepRunner:
             self.wait_for_work()
         self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
         if step.record_time:
-            program = step.program
             idle = step.context.idle - set(report.late)
-            backward_s = (min(reached_s, self._begun_s), end_s)
             self.recorder.record(
                 make_info(step, outcome, backward_s, begun_s=self.recorder.forward_start_s),
                 program.plan,
@@ -309,10 +208,9 @@ class StepRunner:
             )
 
     def fail_on_misuse(self, here: frozenset[str]) -> None:
-        """Fail the step if parameters were used against what was declared.
-
-        A method of its own, so that no frame in an error's traceback refers to the error.
-        """
+        """Fail the step if parameters were used against what was declared."""
+        if self.micro_batches is not None:
+            here |= self.micro_batches.used_names(self.parameters.names)
         problem = self.usage.problem(here)
         if problem is not None and self.step is not None:
             self.step.fail(problem)
@@ -323,12 +221,12 @@ class StepRunner:
         Raises:
             As `Engine.finish`.
         """
-        if self.step is None:
+        if self.current is None or self.current.step is None:
             raise InternalError("a step was to be closed that was not open")
         self.engine.in_backward = False
-        outcome = self._close(self.step)
-        contributions = self.step.contributions
-        if isinstance(contributions, BackwardContributions):
+        outcome = self._close(self.current.step)
+        contributions = self.current.step.contributions.backward
+        if contributions is not None and contributions.leaf_set is not None:
             self.engine.arrivals = contributions.arrivals()
         return outcome
 
@@ -345,7 +243,7 @@ class StepRunner:
 
     def _repeat(self) -> Outcome:
         """Make a new plan together with all ranks, and repeat the step."""
-        _check_changed_everywhere(self.engine, self.step.failures if self.step else ())
+        check_changed_everywhere(self.engine, () if self.step is None else self.step.failures)
         hook, number = self.engine.hook, self.engine.step
         self.engine.close("the parameters changed")
         self.engine = _engine(self._request)
@@ -354,8 +252,8 @@ class StepRunner:
             self.engine.set_hook(hook)
         self.has_changed = False
         self.open(again=True)
-        if self._open_error is not None:
-            raise self._open_error
+        if self.current is not None and self.current.open_error is not None:
+            raise self.current.open_error
         return self.close_step()
 
     def take_part(self, weight: float) -> None:
@@ -372,8 +270,10 @@ class StepRunner:
 
     def fail(self, error: BaseException) -> None:
         """Fail the open step, or one that is opened for this purpose."""
-        self.step = self.step or self.engine.open(Method.NOTHING, with_stats=False)
-        self.step.fail(error)
+        self.current = self.current or ModuleStep()
+        if self.current.step is None:
+            self.current.step = self.engine.open(Method.NOTHING, with_stats=False)
+        self.current.step.fail(error)
 
     def restore_grads(self) -> None:
         """Restore the gradients from before a failed step. Further calls have no effect.
@@ -384,8 +284,8 @@ class StepRunner:
         self.parameters.hooks.disarm()
         if self.step is None:
             return
-        contributions = self.step.contributions
-        if isinstance(contributions, BackwardContributions):
+        contributions = self.step.contributions.backward
+        if contributions is not None:
             program = self.step.program
             for bucket in contributions.in_place:
                 for number in program.member_numbers[bucket]:
@@ -401,16 +301,17 @@ class StepRunner:
     def release_memory(self) -> None:
         """Release the memory of earlier steps if it is lazy, except that of existing gradients
         that may be reduced in place."""
-        if self.memory.is_lazy:
-            self.engine.release_memory(keep_views=self.memory.is_gradient)
+        if self._is_lazy:
+            self.engine.release_memory(keep_views=self._replaces)
 
-    def reset(self) -> None:
+    def drop(self) -> None:
         """Drop the state of a step that has ended."""
         self.parameters.hooks.disarm()
         self.engine.in_backward = False
         self.work.clear()
-        self.step = self._open_error = None
-        self._write = _write_nothing
+        self.current = None
+        if self.micro_batches is not None:
+            self.micro_batches.reset()
         self.release_memory()
 
 
@@ -419,63 +320,3 @@ def _engine(request: ModuleRequest) -> Engine:
     engine.label = "this DistributedDataParallel"
     engine.advice = "make a new one of its module, on a working group"
     return engine
-
-
-def _check_changed_everywhere(engine: Engine, failures: Sequence[str]) -> None:
-    rank = engine.transport.rank
-    # A rank that failed before its forward pass has not compared its parameters.
-    others = {
-        other: text
-        for other, text in enumerate(failures)
-        if text and not text.startswith(ParametersChangedError.__name__)
-    }
-    if others:
-        raise peer_error(engine.step - 1, others)
-    for other, text in enumerate(failures):
-        if not text:
-            raise PlanMismatchError(
-                f"the parameters of the wrapped module have changed on rank {rank}, but not on "
-                f"rank {other}; {_CHANGE}"
-            )
-
-
-def _raise_changed_graph(failures: Sequence[str]) -> None:
-    """Raise one error on all ranks if a graph changed that was declared static, and no rank failed
-    for another reason."""
-    kind = f"{GraphChangedError.__name__}: "
-    texts = [text for text in failures if text]
-    if texts and all(text.startswith(kind) for text in texts):
-        advice = "No rank has gradients of this step; the group is in step and can go on"
-        changes = [text.removeprefix(kind) for text in texts]
-        raise RuntimeError("\n".join([*changes, advice])) from None
-
-
-def _filled(
-    grads: Sequence[Tensor | None], used: Sequence[bool], params: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients, with zeros for parameters that were used and have none."""
-    rows = zip(grads, used, params, strict=True)
-    return [torch.zeros_like(p) if flag and grad is None else grad for grad, flag, p in rows]
-
-
-def _add_to_context(
-    context: int,
-    params: Sequence[Tensor],
-    own: Sequence[Tensor | None],
-    results: Sequence[Tensor | None],
-) -> None:
-    """Write results over a context's own gradients, and add those that it does not have."""
-    _copy_to(own, results)
-    rows = zip(params, own, results, strict=True)
-    new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
-    add_to_context(context, new)
-
-
-def _write_nothing(results: Sequence[Tensor | None]) -> None:
-    """Write no gradients; stands for the write of a step that is not open."""
-
-
-def _copy_to(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
-    for target, result in zip(targets, results, strict=True):
-        if target is not None and result is not None:
-            target.copy_(result)

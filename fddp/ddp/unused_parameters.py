@@ -171,6 +171,21 @@ class Usage:
         return frozenset(name for name, count in counts if 0 < count < self._world_size)
 
 
+def raise_changed_graph(failures: Sequence[str]) -> None:
+    """Raise one error on all ranks if a graph changed that was declared static, and no rank failed
+    for another reason.
+
+    Args:
+        failures: texts of the errors of a failed step by rank; empty for ranks without an error.
+    """
+    kind = f"{GraphChangedError.__name__}: "
+    texts = [text for text in failures if text]
+    if texts and all(text.startswith(kind) for text in texts):
+        advice = "No rank has gradients of this step; the group is in step and can go on"
+        changes = [text.removeprefix(kind) for text in texts]
+        raise RuntimeError("\n".join([*changes, advice])) from None
+
+
 def _unused_error(
     unused: Collection[str], order: Sequence[str], rank: int, elsewhere: Collection[str]
 ) -> str:

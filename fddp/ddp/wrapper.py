@@ -3,53 +3,81 @@
 The class is a subclass of torch's, because checkpointing, pipelining and dynamo test for it. It
 inherits the methods that have nothing to do with gradients. Plans, schedules, hooks and the control
 word are those of `GradSync`.
+
+This file has the names that callers and torch use, and the order of things in a forward pass. The
+parts do the work: `Steps`, `ForwardCollectives` with `Buffers` and a `Joiner`, `ParameterWatch`,
+`Delayed`, `MixedPrecision` and the `Recorder`. None of them refers to the wrapper, which is freed
+without the garbage collector. The settings are one value, `Options`, beside the `Switch`.
 """
 
 from __future__ import annotations
 
-import time
+import os
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
-from fddp.ddp.active_module import activate, restore
-from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
-from fddp.ddp.broadcast import broadcast_module
-from fddp.ddp.buffer_sync import BufferSync
-from fddp.ddp.comm_hooks import CommHooks
-from fddp.ddp.failure_scope import FailurePropagation
-from fddp.ddp.join import UnevenInputs, notify, some_sync
-from fddp.ddp.manual_finalization import ManualFinalization
+from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.timeline import Timeline
+from fddp.ddp import finalization
+from fddp.ddp.active_module import activate, reset_after, restore
+from fddp.ddp.arguments import (
+    AS_GIVEN,
+    STATIC_FINDS_UNUSED,
+    Arguments,
+    Options,
+    check_policy,
+    checked,
+    group_of,
+    managed,
+)
+from fddp.ddp.broadcast import broadcast_module, buffers_of
+from fddp.ddp.comm_hooks import hook_error
+from fddp.ddp.delayed_all_reduce import Delayed, end_of_backward
+from fddp.ddp.failure_scope import step_scope
+from fddp.ddp.forward_passes import ForwardPasses
+from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_joiner
+from fddp.ddp.joiner import Joiner
+from fddp.ddp.logging_data import Recorder
+from fddp.ddp.micro_batches import carried_ranks, check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
-from fddp.ddp.outputs import find_tensors, warn_if_hidden
+from fddp.ddp.module_step import check_finalized
+from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.reducer_facade import Reducer
+from fddp.ddp.steps import Steps
+from fddp.ddp.switch import Switch
 from fddp.ddp.tensor_parallel import make_local_
-from fddp.ddp.virtual_steps import check_virtual
+from fddp.ddp.torch_private import to_kwargs
+from fddp.hooks import Hook, TorchHook, builtin
 from fddp.native.profiling import is_profiled
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.untraced import untraced
+from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import TransportName
 
-_LOCAL_GRADIENTS = (
-    "gradients of tensors that torch.func.functional_call puts in place of a "
-    "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
-    "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
-)
+_parallel: Any = torch.nn.parallel  # its wrapper is untyped, and so are the methods
+
 _COMPILE_MODULE = (
     "compile the module before it is wrapped: DistributedDataParallel(torch.compile(module)); "
     "or compile the wrapper without fullgraph=True"
 )
 
+# Made anew when a wrapper is copied or unpickled.
+_NOT_STATE = (
+    *("process_group", "reducer", "logger", "_watch", "_steps"),
+    *("_joiner", "_forward_passes", "_delayed"),
+)
 
-class DistributedDataParallel(
-    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, BufferSync
-):
+
+class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignore[misc]
     """Wrapper that averages a module's gradients over ranks while backward runs.
 
     Drop-in replacement for `torch.nn.parallel.DistributedDataParallel` with the same arguments,
@@ -114,6 +142,9 @@ class DistributedDataParallel(
         [[[1.5, 1.5]], [[1.5, 1.5]]]
     """
 
+    gradient_as_bucket_view: bool
+    static_graph: bool
+
     def __init__(
         self,
         module: Module,
@@ -143,17 +174,16 @@ class DistributedDataParallel(
         virtual_ranks: int | None = None,
     ) -> None:
         arguments = Arguments.of_call(locals())
+        delays = delay_all_reduce_named_params is not None
         Module.__init__(self)
         Joinable.__init__(self)
         self.process_group = group_of(arguments)
-        check_policy(nonfinite, delays=delay_all_reduce_named_params is not None)
-        self._transport = transport
-        self._nonfinite = nonfinite
-        self._virtual_ranks = virtual_ranks
+        check_policy(nonfinite, delays=delays)
         if virtual_ranks is not None:
-            check_virtual(module, arguments)
+            check_virtual(module, delays=delays)
         make_local_(module, device_mesh)
         self._options = checked(module, arguments)
+        self._switch = Switch()
         self._expose(module, self._options)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -171,9 +201,67 @@ class DistributedDataParallel(
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
 
+    def _expose(self, module: Module, options: Options) -> None:
+        """Set the attributes of torch's class that others rely on."""
+        self.module = module
+        self.device = options.device
+        self.device_type = options.device.type
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
+        self.output_device = options.output_device
+        self.is_multi_device_module = options.is_multi_device
+        self.forward_sync_buffers = options.forward_sync_buffers
+        for name in AS_GIVEN:
+            setattr(self, name, getattr(options.arguments, name))
+        self.parameters_to_ignore = set(options.ignored)
+        self.bucket_bytes_cap = options.cap_bytes
+        self.bucket_bytes_cap_list = list(options.listed_caps_bytes)
+        self.use_side_stream_for_tensor_copies = (
+            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        )
+        self._module_parameters = list(managed(module, options.ignored).values())
+        self._use_python_reducer = False
+        self.broadcast_bucket_size = AT_ONCE_BYTES
+        self._delay_all_reduce_params: list[Tensor] = []
+        self.require_forward_param_sync = True  # the next forward synchronises buffers
+        self._lazy_init_ran = False
+
     def _attach(self) -> None:
-        super()._attach()
+        """Make the parts that belong to this process. A copy makes its own."""
+        self.logger = Recorder()
+        self._watch = ParameterWatch(self.module, self._options.ignored)
+        self._all_delayed = not self._watch.params
+        self._switch.in_step = False
+        self._connect()
         self.reducer = Reducer(self)
+        reset_after(self)
+
+    def _connect(self) -> None:
+        """Make the parts that communicate over the group."""
+        self._steps = Steps(
+            self.module,
+            self._options,
+            self.process_group,
+            self._watch,
+            self._switch,
+            self.logger,
+        )
+        self._joiner = Joiner(self._steps)
+        self._forward_passes = ForwardPasses(self._steps, self._joiner, self._watch)
+        named, trigger = self._delays
+        self._delayed: Delayed | None = None
+        if named is not None and trigger is not None:
+            self._delayed = Delayed(
+                named,
+                trigger,
+                self.process_group,
+                sparse=self._options.sparse,
+                at_end=end_of_backward(self._steps, all_delayed=self._all_delayed),
+            )
+
+    @property
+    def steps(self) -> Steps:
+        """The steps. The first access opens their communicator, and is a collective call."""
+        return self._steps.open()
 
     # Forward
 
@@ -193,89 +281,25 @@ class DistributedDataParallel(
     @untraced(_COMPILE_MODULE, callees=False)
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        collectives = self._forward_collectives
-        is_synced = collectives.is_synced
+        passes = self._forward_passes
+        is_synced = passes.is_synced
         output = self._run_ddp_forward(*inputs, **kwargs)
         # Again, because the module may have called this wrapper itself.
-        collectives.is_synced = is_synced
+        passes.is_synced = is_synced
         return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @untraced(_COMPILE_MODULE)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the module's forward. Return its inputs, on the module's device."""
-        self._forward_collectives.is_synced = self._begin_forward()
+        self._forward_passes.is_synced = self._forward_passes.begin(self)
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
-        moved, moved_kwargs = _to_kwargs(
+        moved, moved_kwargs = to_kwargs(
             inputs, kwargs, device, self.use_side_stream_for_tensor_copies
         )
         return moved[0], moved_kwargs[0]
-
-    def _begin_forward(self) -> bool:
-        """Return False if the forward pass takes no part in synchronisation."""
-        if self._all_delayed:
-            return False
-        change = self._watch.change()
-        if change == "swapped":
-            if self._syncs and self._watch.are_others_tracked:
-                warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return False
-        if self._steps is None and self._is_local_forward():
-            return False
-        self._prepare(change == "changed")
-        return True
-
-    def _is_local_forward(self) -> bool:
-        """Return True if this forward needs no communicator.
-
-        Copies have none at first, and may be evaluated on one rank alone.
-        """
-        return (
-            not torch.is_grad_enabled()
-            and not self._join_config.enable
-            and not self.will_sync_module_buffers()
-        )
-
-    # The methods below read each attribute once: those of a module are slow to read.
-
-    def _prepare(self, changed: bool) -> None:
-        logger, steps, is_grad_enabled = self.logger, self.steps, torch.is_grad_enabled()
-        logger.forward_start_s = time.perf_counter()
-        syncs = is_grad_enabled and self._switch.is_on
-        runner = steps.runner
-        steps.abort_stale_step()
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        if syncs:
-            logger.iterations += 1
-        if is_grad_enabled:
-            self._raise_pending()
-        if syncs:
-            runner.usage.begin_forward()
-        runner.usage.joining = self._join_config.enable
-        if changed or not runner.parameters.hooks.intact():
-            steps.change(self._request())
-            logger.renumber(runner.usage.names)
-        if is_grad_enabled:
-            steps.begin_forward()
-        self._sync_before_forward()
-
-    def _sync_before_forward(self) -> None:
-        collectives, is_joining = self._forward_collectives, self._join_config.enable
-        collectives.is_open = True
-        self.steps.runner.has_failed = False
-        if is_joining:
-            notify(self)
-        if self._watch.has_buffers and self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if is_joining:
-            some_sync(self, mine=self._syncs)
-        collectives.done += 1
-        collectives.is_open = False
 
     @untraced(_COMPILE_MODULE, callees=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -290,28 +314,301 @@ class DistributedDataParallel(
 
     @untraced(_COMPILE_MODULE)
     def _post_forward(self, output: Any) -> Any:
-        if not self._forward_collectives.is_synced:
-            return output
-        self._sync_after_forward()
-        syncs = self._syncs
-        if self.require_forward_param_sync is not syncs:  # assignment takes microseconds
-            self.require_forward_param_sync = syncs
-        if (syncs or self._virtual_ranks) and not self._watch.all_frozen:
-            tensors = find_tensors(output)
-            if not tensors and torch.is_grad_enabled():
-                warn_if_hidden(output)
-            self.steps.expect(tensors)
+        self._forward_passes.end(self, output)
         return output
 
-    def _sync_after_forward(self) -> None:
-        collectives = self._forward_collectives
-        collectives.is_open = True
-        if self._watch.has_buffers and self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        collectives.done += 1
-        collectives.is_open = False
+    # Steps
 
-    # Errors and settings
+    def in_step(self) -> AbstractContextManager[None]:
+        """Mark one step. An exception raised inside on one rank is reported to the others.
+
+        The block contains the input, forward passes, loss function and backward pass of one step,
+        on every rank. The exception propagates on the rank that raised it. The others raise
+        `PeerError` with its text at the end of their backward pass, or in the operator in which
+        they wait for this rank. No rank has gradients of the step, and all can continue. Nothing
+        is communicated if nothing is raised.
+
+        The block contains one step and its earlier micro-batches under `no_sync`. A block of
+        micro-batches alone must be under `no_sync` as a whole. With `forward_sync_buffers` or
+        within `join`, the block has one forward pass outside of `no_sync`. Keep evaluation out of
+        the block.
+
+        Raises:
+            RankLostError, SyncTimeoutError, DesyncError: the exception could not be reported. It is
+                the context of this error.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     try:
+            ...         with ddp.in_step():
+            ...             loss = ddp(torch.ones(1, 2)).sum()
+            ...             if group.rank == 1:
+            ...                 raise ValueError("a bad batch")
+            ...             loss.backward()
+            ...     except (ValueError, fddp.PeerError) as error:
+            ...         return type(error).__name__, "a bad batch" in str(error)
+            >>> fddp.loopback(2, train)
+            [('PeerError', True), ('ValueError', True)]
+        """
+        return step_scope(self, self._steps, self._forward_passes)
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """True if each step is closed by `finalize_backward`, and not by the end of backward.
+
+        Call `finalize_backward` once for each backward pass that synchronises gradients, before the
+        next forward pass. Until then gradients are undefined, or those of this rank. Outside of
+        `in_step`, the last bucket is sent when backward ends, and an exception after that does not
+        fail the step on other ranks.
+
+        Raises:
+            RuntimeError: it is set after a forward pass and before its step was closed, or all
+                parameters have a delayed all-reduce.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     ddp.require_manual_backward_finalization = True
+            ...     ddp(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
+            ...     # Other work overlaps the all-reduce.
+            ...     ddp.finalize_backward()
+            ...     return model.weight.grad.tolist()
+            >>> fddp.loopback(2, train)
+            [[[1.5, 1.5]], [[1.5, 1.5]]]
+        """
+        return self._switch.is_manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if self._all_delayed:
+            if required:
+                raise RuntimeError(finalization.ALL_DELAYED)
+            return
+        if required != self._switch.is_manual and finalization.is_in_progress(self._steps):
+            raise RuntimeError(finalization.TOO_LATE)
+        self._switch.is_manual = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """True if `finalize_backward` must wait until the coming backward pass has returned.
+
+        If False, a hook within backward may call it once all parameters have their gradients. Read
+        it after forward. It is always False without `require_manual_backward_finalization`. It is
+        True before the plan was rebuilt, with mixed precision, delayed parameters or
+        `find_unused_parameters`, and if the last step did not use all parameters.
+        """
+        if not self._switch.is_manual:
+            return False
+        return (
+            self._mixed is not None
+            or self._delayed is not None
+            or self.find_unused_parameters
+            or not self._steps.is_open
+            or finalization.needs_end_of_backward(self._steps.runner)
+        )
+
+    def finalize_backward(self) -> None:
+        """Wait for the step's collectives, and write its gradients.
+
+        A collective call, after backward or in a hook within it; see
+        `should_finalize_after_backward`.
+
+        Raises:
+            RuntimeError: `require_manual_backward_finalization` is not set, no backward pass has to
+                be finalized, or parameters have no gradient yet within backward.
+            Exception: the step failed, as at the end of backward without manual finalization.
+        """
+        if self._all_delayed:
+            raise RuntimeError(finalization.ALL_DELAYED)
+        if not self._switch.is_manual:
+            raise RuntimeError(finalization.NOT_MANUAL)
+        finalization.finalize(self.steps)
+
+    def _raise_pending(self) -> None:
+        if self._steps.is_open:
+            check_finalized(self._steps.runner.current)
+            pending = self._steps.runner.usage.pending
+            if pending:
+                self._log_and_throw(RuntimeError, pending)
+
+    # Ranks with fewer inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> ModuleJoin:
+        """Return a context for loops over inputs of unequal length, as torch's.
+
+        Within it, ranks without further input shadow the collectives of the others.
+
+        Args:
+            divide_by_initial_world_size: True if joined ranks count in the mean.
+            enable: False disables the context.
+            throw_on_early_termination: raise on all ranks once one has no input left.
+
+        Raises:
+            RankLostError, SyncTimeoutError: a rank is lost, has left the block with an error, or
+                is late; inside.
+            RuntimeError: a rank has no input left and `throw_on_early_termination` is set; inside.
+            ValueError: the wrapper has virtual ranks.
+        """
+        if self._options.arguments.virtual_ranks is not None:
+            raise ValueError(
+                "join() and virtual_ranks can't be combined: ranks without inputs would leave out "
+                "their virtual ranks; give each virtual rank a batch, or use fddp.GradSync, where "
+                "fddp.EXHAUSTED stands for a virtual rank without input"
+            )
+        return ModuleJoin(
+            self,
+            self._joiner,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
+        """Return the hook that `torch.distributed.algorithms.join.Join` calls on joined ranks.
+
+        Args:
+            divide_by_initial_world_size: True if joined ranks count in the mean.
+        """
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        hook = ModuleJoinHook(self, divide)
+        self.logger.note(join_uneven_inputs=1)
+        return hook
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = src = last_joiner(self.steps, is_last=is_last_joiner)
+        broadcast_module(
+            self.steps.engine.transport,
+            self.module,
+            self._options.ignored,
+            src,
+            buffers=self.forward_sync_buffers,
+        )
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Take part in the others' step without gradients. A collective call."""
+        check_finalized(self.steps.runner.current)
+        self.steps.abort_stale_step()
+        self.steps.runner.take_part(1.0)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """No-op. Every step exchanges the use of parameters."""
+
+    # Communication hooks
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Reduce buckets by a hook. Call it once, before the first backward.
+
+        Args:
+            state: passed to a hook for torch's DDP; None for a hook of `fddp.hooks`, whose state is
+                `comm_hook_state`.
+            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or an `fddp.hooks.Hook`.
+        """
+        if isinstance(hook, Hook):
+            self._set_hook(hook, hook.name)
+            return
+        error = hook_error(hook)
+        if error is not None:
+            self._log_and_throw(type(error), str(error))
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._set_hook(TorchHook(state, hook, self._watch.latest), name)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
+
+    def _set_hook(self, hook: Hook[Any], name: str) -> None:
+        engine = self.steps.engine
+        if engine.hook is not None:
+            self._log_and_throw(
+                RuntimeError,
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Make a "
+                "new wrapper for another hook",
+            )
+        engine.set_hook(hook)
+        self.logger.note(comm_hook=name)
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Make optimizers that run in backward wait for the mean.
+
+        See `torch.distributed.optim._apply_optimizer_in_backward`.
+        """
+        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+            self._check_steps_wait("_apply_optimizer_in_backward")
+        # In both modes, `.grad` is no view of a bucket when the hook runs.
+        as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
+        try:
+            super()._setup_in_backward_optimizers()
+        finally:
+            self.gradient_as_bucket_view = as_view
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        """Run an optimizer in a hook, bucket by bucket, as torch does."""
+        self._check_steps_wait("_register_fused_optim")
+        super()._register_fused_optim(*args, **kwargs)
+
+    def _check_steps_wait(self, way: str) -> None:
+        # Gradients are checked at the end of a step; an optimizer must not have used some before.
+        policy = self._options.arguments.nonfinite
+        if policy != "propagate":
+            raise ValueError(
+                f"nonfinite={policy!r} and {way} can't be combined: the optimizer steps "
+                f"bucket by bucket, before it is known if all gradients are finite; call "
+                f"optimizer.step() after backward, or leave out nonfinite"
+            )
+
+    @property
+    def comm_hook_state(self) -> Any:
+        """State of a hook of `fddp.hooks`: a pytree to save, and to set when resuming."""
+        return self.steps.engine.hook_states
+
+    @comm_hook_state.setter
+    def comm_hook_state(self, states: Any) -> None:
+        engine = self.steps.engine
+        engine.hook_states = engine.checked_states(states, "comm_hook_state")
+
+    # Buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Synchronised buffers, by name."""
+        return buffers_of(self.module, self._options.ignored)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Synchronised buffers."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return True if the next forward synchronises at least one buffer."""
+        # Walking a module for its buffers costs more than the rest of the work before a forward.
+        is_on = self.require_forward_param_sync and self.forward_sync_buffers
+        return is_on and self._watch.has_buffers and bool(self.named_module_buffers)
+
+    def _assign_modules_buffers(self) -> None:
+        """No-op. Buffers are looked up when needed."""
+
+    # Settings
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """True if backward passes synchronise gradients.
+
+        `no_sync` turns it off. Both the forward and the backward pass must be outside of it.
+        """
+        return self._switch.is_on
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._switch.is_on = on
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -327,7 +624,7 @@ class DistributedDataParallel(
             )
         self.static_graph = True
         static = replace(self._options.arguments, static_graph=True)
-        self._options = replace(self._options, arguments=static)
+        self._options = self.steps.options = replace(self._options, arguments=static)
         self.steps.runner.declare_static()
         self.logger.note(static_graph=1)
         if self.find_unused_parameters:
@@ -335,3 +632,112 @@ class DistributedDataParallel(
 
     def _remove_autograd_hooks(self) -> None:
         self.steps.stop()
+
+    # Plan, times and logging data
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self.steps.engine.program.plan
+
+    @property
+    def carried_ranks(self) -> range:
+        """Virtual ranks that this rank carries; empty without virtual ranks."""
+        return carried_ranks(self.steps.engine)
+
+    @property
+    def skipped(self) -> bool:
+        """True if all ranks left out the last step, under `nonfinite="skip"`."""
+        return self._steps.is_open and self._steps.runner.skipped
+
+    def keep_sync_info(self) -> None:
+        """Measure every step from now on, at the cost of `with_info=True`; see `sync_info`.
+
+        A `Monitor` on the wrapped module calls it.
+        """
+        self.logger.keeps_all = True
+
+    @property
+    def sync_info(self) -> SyncInfo | None:
+        """Measurements of the last measured step, or None before the first.
+
+        Every step is measured after `keep_sync_info()`, otherwise the steps listed at `timeline`.
+        The forward pass begins with the last call of the wrapped module. Backward begins when a
+        gradient reaches one of its outputs.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+            ...     return ddp.sync_info.step, ddp.sync_info.grad_norm
+            >>> fddp.loopback(2, train)
+            [(0, 5.0), (0, 5.0)]
+        """
+        return self.logger.info
+
+    def timeline(self) -> Timeline:
+        """Return the times of the last measured step: number 0 to 10, then one in a hundred.
+
+        `_set_ddp_runtime_logging_sample_rate` changes the rate.
+
+        Raises:
+            ValueError: no step has been measured yet.
+        """
+        if self.logger.info is None:
+            raise ValueError("no step has been taken yet; call backward first")
+        return self.logger.info.timeline.to_timeline()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
+        usage = self.steps.runner.usage  # starts the log, too
+        data: dict[str, Any] = dict(self.logger.data)
+        if usage.last is not None:
+            data["can_set_static_graph"] = int(usage.is_static)
+        return data
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Record one in `sample_rate` steps, after the first ten."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self.logger.sample_rate = sample_rate
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """True if the plan follows the order in which gradients arrived.
+
+        With `static_graph`, from the third forward pass on, as in torch. `hook_with_zero_step`
+        skips the optimizer until then.
+        """
+        if not self._steps.is_open or (self.static_graph and self.logger.iterations < 3):
+            return False
+        return not self._steps.engine.program.control.with_order
+
+    # Life cycle
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's
+        self.process_group = group_of(Arguments())
+        self._attach()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Continue with another group. A collective call on its members."""
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            return
+        hook = self._steps.engine.hook if self._steps.is_open else None
+        self._steps.close()
+        if self._delayed is not None:
+            self._delayed.close()
+        self.process_group = new_process_group
+        self._connect()
+        if hook is not None and self.steps.engine.hook is None:
+            self.steps.engine.set_hook(hook)

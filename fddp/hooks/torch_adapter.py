@@ -106,8 +106,8 @@ class TorchHook(Hook[tuple[()]]):
         grad_bucket = GradBucket(spec, real(flat), self.params)
         numel = len(grad_bucket.buffer())
         future = self.hook(self.state, grad_bucket)
-        # The base class, because process groups return it and not torch.futures.Future.
-        if not isinstance(future, torch._C.Future):
+        # Process groups return a class of which torch.futures.Future is a subclass.
+        if not callable(getattr(future, "wait", None)):
             raise HookError(
                 f"{self.name}: callback must return a torch.futures.Future object, but got "
                 f"{type(future).__name__}"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from fddp.errors import UnevenError
+from fddp import UnevenError
 from fddp.integrations.replace_ddp import install
 from fddp.integrations.token_mean import TokenMean
 
@@ -136,7 +136,7 @@ class FddpAccelerator(Accelerator):  # type: ignore[misc]
                 yield
         finally:
             for joinable in (*joinables, tokens):  # torch leaves them in the context
-                joinable._join_config = _JoinConfig(False, False, False)
+                joinable._join_config = type(joinable._join_config)(False, False, False)
             for loader, kind in classes:
                 _set_class(loader, kind)
             for hook in hooks:

@@ -19,9 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import Metric
 
-from fddp.collectives.communicator import Communicator
-from fddp.ddp.wrapper import DistributedDataParallel
-from fddp.errors import UnevenError
+from fddp import Communicator, DistributedDataParallel, UnevenError
 from fddp.integrations.lockstep import Lockstep, Turn, exchange_lengths, unchanged_buffers
 from fddp.integrations.token_mean import TokenMean
 

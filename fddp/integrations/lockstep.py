@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from fddp.collectives.communicator import Communicator
-from fddp.errors import UnevenError
+from fddp import Communicator, UnevenError
 
 _END = object()
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
-from fddp.ddp.wrapper import DistributedDataParallel
+from fddp import DistributedDataParallel
 
 _STOCK = torch.nn.parallel.distributed.DistributedDataParallel
 _LEFT_ALONE = ("torch", "fddp")  # packages that hold torch's class and go on doing so

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from fddp.collectives.communicator import Communicator
-from fddp.collectives.operators import psum
+from fddp import Communicator, psum
 
 
 class TokenMean(Joinable):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from fddp.collectives.communicator import Communicator
+from fddp import Communicator
 from fddp.integrations.lockstep import (
     Lockstep,
     empty_error,

@@ -88,6 +88,9 @@ class GradientCounter(Protocol):
     def all_used(self) -> bool:
         """Return True if a gradient arrived for every leaf."""
 
+    def is_complete(self) -> bool:
+        """Return True if a gradient arrived for every leaf, and none late."""
+
     def is_as_expected(self) -> bool:
         """Return True if each leaf received as many gradients as `arm` expected."""
 

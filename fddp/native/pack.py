@@ -33,6 +33,13 @@ from fddp.native import extension
 from fddp.native.layout import UNMEASURED, arithmetic_dtype, views
 from fddp.native.layout import Layout as Layout
 from fddp.native.layout import Stats as Stats
+from fddp.native.torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_zero_,
+)
 
 _COMPILED = frozenset({"cpu"})  # types of the devices with compiled kernels
 
@@ -77,7 +84,7 @@ def pack_(
             sources = [None] * len(slots)
         missing = [slot for slot, source in zip(slots, sources, strict=True) if source is None]
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
         _copy_scaled_(slots, sources, scale)
     return math.nan
 
@@ -108,7 +115,7 @@ def pack_add_(
         slots = views(buffer, layout)
         terms = views(torch.empty_like(buffer), layout)
         _copy_scaled_(terms, sources, scale)
-        torch._foreach_add_([_real(slots[i]) for i in present], [_real(terms[i]) for i in present])
+        foreach_add_([_real(slots[i]) for i in present], [_real(terms[i]) for i in present])
     return math.nan
 
 
@@ -262,15 +269,15 @@ def _copy_scaled_(
         to, of = map(list, zip(*pairs, strict=True))
         arithmetic = arithmetic_dtype(of[0].dtype, to[0].dtype)
         if scale == 1.0:
-            torch._foreach_copy_(to, of)
+            foreach_copy_(to, of)
         elif to[0].dtype == arithmetic:
-            torch._foreach_copy_(to, of)
-            torch._foreach_mul_(to, scale)
+            foreach_copy_(to, of)
+            foreach_mul_(to, scale)
         else:
             # Not in place: torch would round the factor to the 16 bits of the target.
             exact = of[0].dtype in (to[0].dtype, arithmetic)
             wide = of if exact else [source.to(arithmetic) for source in of]
-            torch._foreach_copy_(to, torch._foreach_mul(wide, scale))
+            foreach_copy_(to, foreach_mul(wide, scale))
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
+from fddp.core.plan.bucket import Bucket
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_type
 from fddp.native.buffer_pool import BufferPool
@@ -40,17 +41,39 @@ class Contributions:
 
     Attributes:
         weight: weight of this rank in the mean.
+        own_weight: weight of the gradients of this call, without accumulated ones.
         aliases_buffer: returns True if a buffer's slices are the gradients of some leaves, which
             may be reduced in place; None if they never are.
+        allocates_early: True if the buckets are allocated when the step begins.
+        earlier_weights: weights of this rank's summands before the last.
     """
 
     weight: float = 0.0
+    own_weight: float = 0.0
     aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None
+    allocates_early: bool = False
+    earlier_weights: Sequence[float] = ()
 
-    def usual_source(self) -> list[Tensor | None] | GradientCounter | None:
-        """Return the gradients of a usual step: whole ones by leaf, or what collects them; None if
-        they are unusual."""
+    @property
+    def backward(self) -> BackwardContributions | None:
+        """Gradients that arrive during backward, if there are any."""
         return None
+
+    def only(self) -> GradientCounter | list[Tensor | None] | None:
+        """Return the only gradients to pack, of weight `own_weight`: those of a backward pass, or
+        those by leaf; None if there are others."""
+        return None
+
+    def is_complete(self) -> bool:
+        """Return True if every leaf has a gradient, and none is late."""
+        return False
+
+    def spans(self, bucket: int) -> Sequence[Tensor]:
+        """Partial sums of a bucket beside the one in its buffer."""
+        return ()
+
+    def release(self) -> None:
+        """Release memory of earlier summands."""
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         """Summands of a bucket."""
@@ -98,7 +121,8 @@ class Contributions:
 
     def arrived(self) -> int:
         """Number of gradients that have arrived during backward."""
-        return 0
+        counter = None if self.backward is None else self.backward.leaf_set
+        return 0 if counter is None else counter.arrival_count()
 
     def ready_times_s(self) -> list[float]:
         """For each differentiated leaf, the time of its last gradient on the clock of
@@ -117,13 +141,19 @@ class Contributions:
 class TreeContributions(Contributions):
     """Complete gradients, by leaf."""
 
+    allocates_early = True
+
     def __init__(self, program: Program, leaves: list[Tensor | None], weight: float) -> None:
-        self.weight = weight
+        self.weight = self.own_weight = weight
         self._program = program
         self._leaves = leaves
 
-    def usual_source(self) -> list[Tensor | None]:
-        return self._leaves
+    def only(self) -> list[Tensor | None] | None:
+        return self._leaves if self.weight > 0.0 else None
+
+    def is_complete(self) -> bool:
+        found = self._leaves
+        return self.weight > 0.0 and all(found[i] is not None for i in self._program.plan.reduced)
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         members = self._program.plan.buckets[bucket].leaves
@@ -206,13 +236,14 @@ class BackwardContributions(Contributions):
         packs_early: bool = True,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
-        self._own_weight = weight
+        self.own_weight = weight
         self._program = program
         self._accumulated = accumulated
         self._idle = idle
         self._packs_early = packs_early
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
+        self.allocates_early = packs_early
 
     def arm(
         self,
@@ -245,7 +276,7 @@ class BackwardContributions(Contributions):
         else:
             expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = expected
-        self._scale, weight = scale, self._own_weight
+        self._scale, weight = scale, self.own_weight
         self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
         early = self._program.packing.early if self._packs_early else {}
@@ -262,9 +293,15 @@ class BackwardContributions(Contributions):
                 if not any(expected[k] for k in numbers):
                     on_bucket(bucket)
 
-    def usual_source(self) -> GradientCounter | None:
-        is_usual = not (self._accumulated or self._idle or self._program.control.with_order)
-        return self.leaf_set if is_usual and self._packs_early else None
+    @property
+    def backward(self) -> BackwardContributions:
+        return self
+
+    def only(self) -> GradientCounter | None:
+        return None if self._accumulated else self.leaf_set
+
+    def is_complete(self) -> bool:
+        return self.leaf_set is not None and self.leaf_set.is_complete()
 
     def arrivals(self) -> Arrivals:
         """Return the arrivals of this backward pass, for the next step's expected counts."""
@@ -285,27 +322,27 @@ class BackwardContributions(Contributions):
         return ready_s
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
-        return [*self.late_parts(bucket), *self._earlier(bucket)]
+        return [
+            *self.late_parts(bucket),
+            *_earlier(self._accumulated, self._program.plan.buckets[bucket]),
+        ]
 
     def late_parts(self, bucket: int) -> list[WeightedGradients]:
         if self.leaf_set is None:
             return []
         keep = bucket in self._program.schedule.retained
-        return [WeightedGradients(self.leaf_set.take(bucket, keep), self._own_weight)]
+        return [WeightedGradients(self.leaf_set.take(bucket, keep), self.own_weight)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        if (
-            self.leaf_set is None
-            or not buffer.is_cpu
-            or (self._retains and self._may_overflow(bucket, scale))
-        ):
-            return _pack_parts_(buffer, layout, self._noted(bucket, self.parts(bucket)), scale)
+        has_to_keep = self._retains and self._may_overflow(bucket, scale)
+        if self.leaf_set is None or not buffer.is_cpu or has_to_keep:
+            return self._pack_kept_(bucket, buffer, layout, scale, late=False)
         keep = bucket in self._program.schedule.retained
-        factor = self._factor if scale is self._scale else scale.before(self._own_weight)
+        factor = self._factor if scale is self._scale else scale.before(self.own_weight)
         packing = self._program.packing.native[bucket]
         peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
-            for sums, weight in self._earlier(bucket):
+            for sums, weight in _earlier(self._accumulated, self._program.plan.buckets[bucket]):
                 peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
         return peak
 
@@ -320,7 +357,7 @@ class BackwardContributions(Contributions):
         return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return _pack_parts_(buffer, layout, self._noted(bucket, self.late_parts(bucket)), scale)
+        return self._pack_kept_(bucket, buffer, layout, scale, late=True)
 
     def retain_sources(self) -> None:
         self._retains = True
@@ -334,22 +371,18 @@ class BackwardContributions(Contributions):
 
     def _may_overflow(self, bucket: int, scale: WeightScale) -> bool:
         """Return True if packing may turn a finite number into infinity."""
-        factor = scale.before(self._own_weight) + (scale.before(1.0) if self._accumulated else 0.0)
+        factor = scale.before(self.own_weight) + (scale.before(1.0) if self._accumulated else 0.0)
         planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
         return not stays_finite(planned.dtype, wire[bucket], factor)
 
-    def _noted(self, bucket: int, parts: list[WeightedGradients]) -> list[WeightedGradients]:
-        """Return the parts, and keep them for `sources`."""
+    def _pack_kept_(
+        self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale, *, late: bool
+    ) -> float:
+        """Pack, and keep the sources if they may be asked for."""
+        parts = self.late_parts(bucket) if late else self.parts(bucket)
         if self._retains:
             self._retained = bucket, parts
-        return parts
-
-    def _earlier(self, bucket: int) -> list[WeightedGradients]:
-        if self._accumulated is None:
-            return []
-        members = self._program.plan.buckets[bucket].leaves
-        # The sums are weighted already.
-        return [WeightedGradients([self._accumulated.sums[i] for i in members], 1.0)]
+        return _pack_parts_(buffer, layout, parts, scale)
 
     def used(self, program: Program) -> list[bool]:
         if (
@@ -381,16 +414,20 @@ class BackwardContributions(Contributions):
         slots = {leaf: slot for slot, leaf in enumerate(program.plan.reduced)}
         return [slots[leaf] for leaf in arrived if leaf in slots]
 
-    def arrived(self) -> int:
-        return self.leaf_set.arrival_count() if self.leaf_set else 0
-
     def local(self, leaf: int) -> Tensor | None:
         own = self.leaf_set.take_one(self._program.number[leaf]) if self.leaf_set else None
         earlier = self._accumulated.sums[leaf] if self._accumulated else None
         if earlier is None:
             return own
-        total = earlier if own is None else own * self._own_weight + earlier
+        total = earlier if own is None else own * self.own_weight + earlier
         return total.detach() / self.weight
+
+
+def _earlier(accumulated: Accumulated | None, bucket: Bucket) -> list[WeightedGradients]:
+    """Sums of earlier micro-batches, which are weighted already."""
+    if accumulated is None:
+        return []
+    return [WeightedGradients([accumulated.sums[i] for i in bucket.leaves], 1.0)]
 
 
 def _pack_parts_(

@@ -9,10 +9,17 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fddp.core.plan.plan import LeafSpec
 from fddp.errors import TransformError, TreeMismatchError, WeightError
+from fddp.native.torch_private import (
+    DispatchModeKey,
+    disable_current_modes,
+    dispatch_depth,
+    dispatch_mode,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
 from fddp.runtime.program import Program
 from fddp.tree.foreign import ForeignTreeDef, adapted, holds_foreign
 from fddp.tree.pytree import TreeDef, check_paths, flatten
@@ -213,7 +220,7 @@ def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
     Raises:
         TransformError: a `torch.func` transform is active, or a tracer.
     """
-    interpreter = torch._C._functorch.peek_interpreter_stack()
+    interpreter = peek_interpreter_stack()
     if interpreter is not None:
         kind = str(interpreter.key()).rpartition(".")[2].lower()
         raise TransformError(
@@ -300,8 +307,8 @@ def is_transformed() -> bool:
     """Return True if `outside_transforms` has something to suspend."""
     return (
         torch.is_inference_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or dispatch_depth() > 0
     )
 
 
@@ -312,12 +319,10 @@ def outside_transforms() -> AbstractContextManager[object]:
         return _NOTHING_TO_SUSPEND
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
+    if peek_interpreter_stack() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
     if _is_traced():
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_current_modes())
     return stack
 
 
@@ -325,17 +330,16 @@ def outside_transforms() -> AbstractContextManager[object]:
 def outside_tracing() -> Iterator[None]:
     """Disable dispatch modes, transforms and gradients, and create new tensors on the CPU."""
     cpu = torch.device("cpu")
-    with _disable_current_modes(), outside_transforms(), torch.no_grad(), cpu:
+    with disable_current_modes(), outside_transforms(), torch.no_grad(), cpu:
         yield
 
 
 def _is_traced() -> bool:
     """Return True if a mode that records operations, or only their shapes, is active."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not dispatch_depth():
         return False
-    keys = torch._C._TorchDispatchModeKey
-    tracers = (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
-    return any(torch._C._get_dispatch_mode(key) is not None for key in tracers)
+    tracers = (DispatchModeKey.PROXY, DispatchModeKey.FAKE, DispatchModeKey.FUNCTIONAL)
+    return any(dispatch_mode(key) is not None for key in tracers)
 
 
 def _overlaps(tensor: Tensor) -> bool:

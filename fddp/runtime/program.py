@@ -213,11 +213,6 @@ class Program:
         return tuple(prepared)
 
     @cached_property
-    def usual(self) -> tuple[Instruction, ...]:
-        """Operations of a step in which no bucket is reduced twice."""
-        return tuple(i for i in self.instructions if i.op.when == "always")
-
-    @cached_property
     def first_conditional(self) -> int:
         """Position of the first operation that the control word decides on."""
         ops = self.schedule.ops
@@ -229,12 +224,6 @@ class Program:
         return frozenset(bucket.index for bucket in self.buckets if bucket.rescaled)
 
     @cached_property
-    def is_plain(self) -> bool:
-        """True if all leaves are reduced, and results are not shards."""
-        has_local = len(self.plan.order) < sum(leaf.reducible for leaf in self.plan.leaves)
-        return self.schedule.result == "replicated_mean" and not has_local
-
-    @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """Elements of its buffer that each operation works on, on this rank. An all-gather works on
         its result."""
@@ -243,6 +232,12 @@ class Program:
             cut = len(op.region.shard) - (len(op.axes) if op.kind == "all_gather" else 0)
             extents.append(_own(op.region, op.region.shard[:cut], self.places))
         return tuple(extents)
+
+    @cached_property
+    def summands(self) -> int:
+        """Number of summands that this rank contributes: its virtual ranks, or one."""
+        virtual = self.schedule.virtual
+        return 1 if virtual is None else len(virtual.runs[self.rank])
 
     @cached_property
     def packing(self) -> Packing:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import LeafSpec
-from fddp.core.schedule.virtual import SumTree, partial_sums
+from fddp.core.schedule.virtual import SumTree, partial_sums, tree_additions
+from fddp.runtime.program import Program
 from fddp.transport.base import Transport
 
 
@@ -49,6 +50,28 @@ class SparseForm(NamedTuple):
             torch.empty(0, dims, dtype=torch.int64, device=self.device),
             torch.empty(0, *self.spec.shape[dims:], dtype=dtype, device=self.device),
         )
+
+    def gathered(
+        self,
+        program: Program,
+        parts: Sequence[tuple[Tensor | None, float]],
+        transport: Transport,
+        what: str,
+    ) -> Tensor:
+        """Return the sum over all ranks of gradients times factors, of which `parts` are this
+        rank's; a collective call. Virtual ranks are summed along their tree."""
+        virtual = program.schedule.virtual
+        if virtual is None:
+            there = [(source, factor) for source, factor in parts if source is not None]
+            return gather_sparse(self, [self.summed(there)], transport, what)
+        rows = [self.summed([] if part[0] is None else [(part[0], part[1])]) for part in parts]
+        rows += [self.empty()] * (program.summands - len(rows))
+        own = []
+        for start, stop in virtual.spans[program.rank]:
+            number = stop - start
+            own.append(sum_sparse_along_tree(rows[:number], tree_additions(number)))
+            rows = rows[number:]
+        return gather_sparse(self, own, transport, what, virtual.tree)
 
     def of(self, indices: Tensor, values: Tensor, *, is_coalesced: bool = True) -> Tensor:
         """Return a sum of these rows."""

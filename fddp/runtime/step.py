@@ -1,15 +1,23 @@
-"""One synchronisation on one rank: in the compiled interpreter while it is usual, else in Python.
+"""One synchronisation on one rank.
 
-See [Note: usual steps] in csrc/step/usual_step.h. `Interpreter` is the reference, and continues
-every step that turns out to be unusual.
+A step is opened before the gradients exist. While backward runs, the executor packs and sends
+buckets as they become ready; `runtime/finish.py` does the rest.
+
+[Note: a rank that fails]
+A failure that only one rank can see (an exception in its loss function, a bad weight, a wrong
+tree) must not leave the others waiting. The step notes the failure, contributes zeros from then
+on, finishes the collectives, which are the same on all ranks in any case, and reports the failure
+in the control word. Then all ranks exchange their failures and raise. No collective is left
+half-done, so the group stays usable. Only two kinds of errors end a step at once: those of the
+transport, and those of a hook whose collectives the other ranks do not know.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+import zlib
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -18,107 +26,149 @@ from torch import Tensor
 
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
+from fddp.core.protocol.launch import Action
+from fddp.errors import FddpError, error_text
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
-from fddp.native.usual_step import UsualStep
-from fddp.runtime.contributions import BackwardContributions
-from fddp.runtime.interpreter import Interpreter
-from fddp.runtime.state import Outcome, StepState
+from fddp.native.executor import Executor, new_executor
+from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.finite_check import FiniteCheck
+from fddp.runtime.hook_sums import HookSums
+from fddp.runtime.results import Devices, Results
+from fddp.runtime.step_context import USUAL, ListKey, PlainWord, StepContext
+from fddp.runtime.sums import Sums
 from fddp.telemetry.waits import note_wait
-from fddp.transport.base import Work
 
 _CPU = torch.device("cpu")
 
 
-@dataclass(slots=True, eq=False)
-class UsualRun:
-    """A step in the compiled interpreter.
+class Step:
+    """One synchronisation.
 
     Attributes:
-        native: the step.
-        buffers: memory of the buckets.
-        report: report that it has if it remains usual.
-        adopt: see `UsualProgram`.
+        number: number of the synchronisation.
+        method: the call, which must be the same on all ranks that contribute.
+        contributions: gradients and weight of this rank; none until `begin`.
+        source: contributions to pack; none on a rank that has failed.
+        has_next: True if this rank has input for another step.
+        hook_states: state of the communication hook by bucket, replaced by the new state once the
+            step has succeeded; () if the hook is stateless.
+        allow_idle_ranks: True to let ranks of weight 0 contribute zeros under a hook that divides
+            by the number of ranks; the same on all ranks that have input.
+        failure: error of this rank.
+        is_orderly: True once the step has ended, in success or failure, with all collectives done.
+        report: the control word summed over ranks, once it was read.
+        failures: error text of each rank, once they were exchanged; "" for ranks without one.
+        after: factor on results.
+        repairs: memory of late gradients by bucket.
+        scratch: further memory of operations.
+        works: the collective that was started last, by bucket, if Python has started it.
+        record_time: True to record times, norm and finiteness.
+        fingerprint: number that is equal on ranks in the same step of the same plan.
+        opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
     """
 
-    native: UsualStep
-    buffers: list[Tensor]
-    report: ControlReport
-    adopt: Callable[[Any], Work]
-
-    @classmethod
-    def of(cls, step: StepState) -> UsualRun | None:
-        """Begin a step, whose contributions are set; None if it is not usual."""
-        usual, weight = step.context.usual, step.contributions.weight
-        if usual is None or weight != step.scale.unit or not step.has_next:
-            return None
-        source = step.contributions.usual_source()
-        if source is None:
-            return None
-        for device in step.devices.values():
-            if device != _CPU:
-                return None
-        word, program, recorder = usual.words[step.method, weight], step.program, step.recorder
-        buffers = [*map(step.new_memory, program.buckets)]
-        if step.failure is not None:  # for lack of memory
-            _set_buffers(step, buffers)
-            return None
-        native = usual.setup.begin(
-            (step.number, step.fingerprint, recorder.number_of(program.schedule)),
-            recorder.ring,
-            buffers,
-            word.vector,
-            source,
-            weakref.ref(step),  # the hooks of gradients must not keep the step alive
+    def __init__(self, context: StepContext) -> None:
+        self.context, self.code = context, context.code
+        self.program, self.bound_hook = self.code.program, self.code.hook
+        program = self.program
+        self.transport, self.pool, self.recorder = context.transport, context.pool, context.recorder
+        self.number, self.method = context.step, context.method
+        self.record_time, self.scale = context.with_stats, context.scale
+        self.contributions: Contributions = NOTHING
+        self.source: Contributions = NOTHING
+        self.has_next = True
+        self.hook_states: Sequence[Any] = ()
+        self.allow_idle_ranks = False
+        self.failure: BaseException | None = None
+        self.failures: Sequence[str] = ()
+        self.is_orderly = self.backward_ended = False
+        self.report: ControlReport | None = None
+        self.after = 1.0
+        self.devices = Devices(cpu=_CPU)
+        self.repairs: dict[int, Tensor] = {}
+        self.scratch: dict[Hashable, Tensor] = {}
+        self.works: dict[int, Any] = {}
+        self.opened_s = self.begun_s = perf_counter()
+        moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
+        self.fingerprint = zlib.crc32(moment.encode())
+        is_plain = not (context.idle or context.with_stats)
+        self.key = USUAL if is_plain else ListKey(context.idle, context.with_stats)
+        self.first_lists = self.code.first_lists(self.key)
+        self.is_whole: bool | None = None  # True if no gradient is missing; None if not known
+        self.plain_word: PlainWord | None = None
+        self.sent_word = False
+        self.failure_text = ""
+        self.is_prepared = False
+        self.executor: Executor = new_executor(
+            self.code.constants,
+            self.code.collectives,
+            context.recorder.ring,
+            context.recorder.number_of(program.schedule),
+            context.step,
+            weakref.ref(self),
+            self.first_lists.before_word,
         )
-        if native is None:
-            _set_buffers(step, buffers)
-            return None
-        return cls(native, buffers, word.report, usual.adopt)
+        self.check: FiniteCheck | None = None  # None if non-finite numbers are propagated
+        if context.nonfinite != "propagate":
+            hook = None if self.bound_hook is None else self.bound_hook.hook
+            self.check = FiniteCheck(
+                context.nonfinite, program, self.results, hook, context.recorder
+            )
 
-    def hand_over(self, step: StepState) -> None:
-        """Set the state from which the interpreter in Python continues.
+    # Made when they are needed, which most steps do not.
 
-        Raises:
-            BaseException: the error of a collective.
-        """
-        state, program = self.native.take_over(), step.program
-        self.note_waits()
-        step.cursor, step.word = state.cursor, state.word
-        step.is_finite, step.may_overflow = state.is_finite, state.may_overflow
-        now_s = perf_counter()
-        _set_buffers(step, self.buffers)
-        for bucket, is_ready in zip(step.buckets, state.ready, strict=True):
-            bucket.ready_s = min(bucket.ready_s, now_s if is_ready else math.inf)
-        for position, number, handle, record in state.take_in_flight():
-            pending = self.adopt(handle), step.recorder.ring.entry(record)
-            if number < 0:
-                step.word_work = pending
-            else:
-                step.buckets[number].works[position] = pending
-        ops = program.schedule.ops
-        for position in state.unpacked:
-            step.buckets[ops[position].bucket].unpack(step, position, ops[position])
-        if state.failed_op < 0:
+    @cached_property
+    def sums(self) -> Sums:
+        """Scaling of the sums."""
+        hook, context = self.bound_hook, self.context
+        return Sums(self.program, context.scale) if hook is None else HookSums(hook, context)
+
+    @cached_property
+    def leaves(self) -> list[Tensor | None]:
+        """Results by leaf, None at first."""
+        return [None] * len(self.program.plan.leaves)
+
+    @cached_property
+    def log(self) -> list[tuple[int, Action]]:
+        """Actions, each with the number of gradients that had arrived; empty unless
+        `record_time`."""
+        return []
+
+    @cached_property
+    def results(self) -> Results:
+        """Results that are not plain views of their buffers."""
+        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
+
+    @property
+    def phase(self) -> str:
+        """Phase of the step, for error texts of other ranks."""
+        if self.is_orderly:
+            return "between steps"
+        return "after backward" if self.backward_ended else "in forward"
+
+    # Contributions
+
+    def note_devices(self, leaves: Sequence[Tensor | None]) -> None:
+        """Set the devices of the buckets to those of their leaves."""
+        for bucket in self.program.buckets:
+            if bucket.device not in self.devices:
+                leaf = leaves[bucket.leaves[0]]
+                if leaf is not None:
+                    self.devices[bucket.device] = leaf.device
+
+    def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
+        """Set this rank's contributions; `leaves` determine the devices of the buckets."""
+        self.begun_s = perf_counter()
+        self.contributions = contributions
+        if self.context.nonfinite == "raise":
+            contributions.retain_sources()
+        if not self.code.is_native:
+            self.note_devices(leaves)
+        if self.bound_hook is not None:
+            self.scale = self.sums.scale(contributions.weight)
+        if self.failure is not None:
             return
-        op = step.current = ops[state.failed_op]
-        try:
-            state.raise_error()
-        except Exception as error:
-            if op.kind != "pack":
-                raise
-            step.buckets[op.bucket].fail_pack(step, state.failed_op, op, error)
-
-    def note_waits(self) -> None:
-        """Record the times at which this rank waited."""
-        for start_s, end_s in self.native.waits:
-            note_wait(start_s, end_s)
-
-
-class Step(Interpreter):
-    """One synchronisation. The compiled interpreter runs it as long as it is usual."""
-
-    _usual: UsualRun | None = None
-    _has_begun = False
+        self.source = contributions
 
     def arm(self, leaf_set: GradientCounter, view: GraphInfo, previous: Arrivals | None) -> None:
         """Prepare for a backward pass, whose contributions `begin` has set.
@@ -128,60 +178,95 @@ class Step(Interpreter):
             view: inspection of the graph.
             previous: arrivals of the previous step.
         """
-        contributions = self.contributions
-        assert isinstance(contributions, BackwardContributions)
-        contributions.leaf_set = leaf_set
-        usual = self._begin_usual()
-        on_bucket = self.bucket_ready if usual is None else usual.native
-        contributions.arm(view, previous, self.buffer_of, self.scale, on_bucket)
+        own = self.contributions.backward
+        assert own is not None
+        own.leaf_set = leaf_set
+        self.prepare()
+        own.arm(view, previous, self.memory, self.scale, self.executor)
 
-    def buffer_of(self, bucket: int) -> Tensor:
-        """Buffer of a dense bucket."""
-        run = self._usual
-        return super().buffer_of(bucket) if run is None else run.buffers[bucket]
+    def prepare(self) -> None:
+        """Allocate the buffers, and let the extension pack where it can."""
+        self.is_prepared = True
+        if self.source.allocates_early:
+            for bucket in self.program.buckets:
+                if not bucket.sparse and bucket.index not in self.context.idle:
+                    self.executor.set_buffer(bucket.index, self.new_memory(bucket.index))
+        checks = self.record_time or self.check is not None
+        if self.failure is not None or checks or not self.code.packs_natively:
+            return
+        only, weight = self.source.only(), self.source.own_weight
+        if only is None:
+            return
+        factor = self.code.plain_factor if weight == self.scale.unit else self.scale.before(weight)
+        if isinstance(only, list):
+            self.is_whole = self.executor.pack_leaves(only, factor)
+        else:
+            self.executor.pack_counted(only, factor)
 
-    def start(self) -> None:
-        """Start the collectives of a step whose contributions are complete; `finish` waits for
-        them. Further calls start those that had to wait for others. Never raises: `finish` does."""
-        self._has_begun = self.is_complete = True
-        for bucket in range(len(self.buckets)):
-            self.bucket_ready(bucket)
+    def memory(self, bucket: int) -> Tensor:
+        """Buffer of a dense bucket, taken from the pool at the first call."""
+        buffer = self.executor.buffer(bucket)
+        if buffer is None:
+            buffer = self.new_memory(bucket)
+            self.executor.set_buffer(bucket, buffer)
+        return buffer
+
+    def new_memory(self, index: int) -> Tensor:
+        """Take memory for a bucket from the pool. For lack of memory, fail the step on this rank,
+        or raise if it is too late to report the error in the control word."""
+        bucket = self.program.buckets[index]
+        if self.source.aliases_buffer is not None:
+            buffer = self.source.aliased_memory(index, self.pool)
+            if buffer is not None:
+                return buffer
+        device = self.devices[bucket.device]
+        spec = index, bucket.buffer_numel, bucket.wire_dtype, device
+        try:
+            return self.pool.acquire(*spec)
+        except (RuntimeError, MemoryError) as error:
+            if self.report is not None:
+                raise
+            # This rank finishes the step with zeros, in the memory freed here.
+            self.fail(error)
+            self.pool.clear()
+            return self.pool.acquire(*spec)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the step on this rank; see [Note: a rank that fails]."""
+        if self.failure is not None:
+            return
+        self.failure, self.source = error, NOTHING
+        self.executor.pack_in_python()
+        self.failure_text = error_text(error)
+        if isinstance(error, FddpError):
+            rank = self.transport.rank
+            error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
+
+    def close(self) -> None:
+        """Release the buckets, once all collectives are done."""
+        for bucket, repair in self.repairs.items():
+            self.pool.release(bucket, repair)
+        for bucket, buffer in enumerate(self.executor.buffers()):
+            if buffer is not None:
+                self.pool.release(bucket, buffer)
+        self.contributions.release()
+        self.is_orderly = True
+        if self.record_time:
+            self.log.append((self.contributions.arrived(), Action("finish")))
+
+    def wait(self, handle: Any, what: str) -> None:
+        """Wait for a collective that takes long, or has failed."""
+        self.code.collectives.adopt(handle).wait(what)
+
+    note_wait = staticmethod(note_wait)
 
     def raise_failure(self) -> None:
-        """Raise the error of this rank, if it has one, without communication."""
-        if self.failure is not None:
-            self._raise(self.failure)
-
-    def _begin_usual(self) -> UsualRun | None:
-        self._has_begun = True
-        if self.context.usual is not None and self.failure is None:
-            self._usual = UsualRun.of(self)
-        return self._usual
-
-    def _run_to_end(self) -> Outcome:
-        run = self._usual if self._has_begun else self._begin_usual()
-        if run is None or self.failure is not None or not run.native.finish():
-            return super()._run_to_end()
-        self._usual = None
-        run.note_waits()
-        self.report, self.leaves = run.report, run.native.results()
-        program = self.program
-        last = program.buckets[program.schedule.sequence[-1]].text
-        self.transport.note_finished(f"{last} of step {self.number}")
-        for bucket, buffer in enumerate(run.buffers):
-            self.pool.release(bucket, buffer)
-        self.is_orderly = True
-        return Outcome(self.leaves, self.report, None)
-
-    def _advance(self) -> None:
-        # Gradients may arrive on several threads, and none may continue before the state is set.
-        with self._lock:
-            run, self._usual = self._usual, None
-            if run is not None:
-                run.hand_over(self)
-            super()._advance()
-
-
-def _set_buffers(step: StepState, buffers: list[Tensor]) -> None:
-    for bucket, buffer in zip(step.buckets, buffers, strict=True):
-        bucket.buffer = buffer
+        """Raise the error of this rank, if it has one, without communication, and without keeping a
+        reference: its traceback refers to this frame, and the cycle would keep the step's tensors
+        until the garbage collector runs."""
+        error, self.failure = self.failure, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 
-from fddp.core.protocol.readiness import Action
+from fddp.core.protocol.launch import Action
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
-from fddp.runtime.contributions import BackwardContributions
-from fddp.runtime.hook_step import HookedBucket
-from fddp.runtime.state import BucketState, Outcome
+from fddp.runtime.hook_sums import HookedWork, HookSums
 from fddp.runtime.step import Step
+from fddp.runtime.step_context import Outcome
 from fddp.telemetry.step_info import SyncInfo, Trace
 from fddp.telemetry.waits import waits_since
 
@@ -51,16 +50,24 @@ def make_info(
             _leaves_s(step),
             begun_s=begun_s,
             waits=waits_since(begun_s),
-            hooks=tuple(step.hook_spans),
+            hooks=tuple(step.sums.spans) if isinstance(step.sums, HookSums) else (),
         ),
         trace=_trace(step),
         skipped=outcome.skipped,
     )
 
 
+def ready_times_s(step: Step) -> dict[int, float]:
+    """Return the time of the last gradient of each differentiable leaf, on the clock of
+    `time.perf_counter`; NaN for leaves without gradient."""
+    leaves = step.program.differentiated
+    times_s = step.contributions.ready_times_s() or [step.begun_s] * len(leaves)
+    return dict(zip(leaves, times_s, strict=True))
+
+
 def _trace(step: Step) -> Trace:
-    contributions, program = step.contributions, step.program
-    if not isinstance(contributions, BackwardContributions) or not contributions.expected:
+    contributions, program = step.contributions.backward, step.program
+    if contributions is None or not contributions.expected:
         return Trace((), (), (), ())
     events: list[int | Action] = []
     arrivals = contributions.leaf_set.arrivals() if contributions.leaf_set else []
@@ -81,27 +88,28 @@ def _trace(step: Step) -> Trace:
 
 def _leaves_s(step: Step) -> tuple[float, ...]:
     leaves_s = [math.nan] * len(step.program.plan.leaves)
-    for leaf, time_s in step.ready_times_s().items():
+    for leaf, time_s in ready_times_s(step).items():
         leaves_s[leaf] = time_s
     return tuple(leaves_s)
 
 
 def _bucket_times(step: Step, end_s: float) -> tuple[BucketTimes, ...]:
+    """Times of the buckets. Sparse buckets are gathered after backward and have no times."""
     numels = step.program.schedule.buffer_numels  # without the control word's tail
-    return tuple(_times(b, state, numels[b], end_s) for b, state in enumerate(step.buckets))
-
-
-def _times(bucket: int, state: BucketState, numel: int, end_s: float) -> BucketTimes:
-    """Times of a bucket. Sparse buckets are gathered after backward and have no times."""
-    work = state.hooked if isinstance(state, HookedBucket) else None
-    hooked = None if work is None else work.collectives
-    last = state.work or hooked
-    done_s = None if last is None else last.done_s
-    nbytes = 0 if state.buffer is None else numel * state.buffer.element_size()
-    return BucketTimes(
-        bucket=bucket,
-        nbytes=nbytes if hooked is None else hooked.nbytes,
-        ready_s=state.ready_s,
-        launch_s=state.ready_s if math.isnan(state.launch_s) else state.launch_s,
-        done_s=end_s if done_s is None else done_s,
-    )
+    times = []
+    for bucket, (ready_s, launch_s) in enumerate(
+        zip(step.executor.ready_s(), step.executor.launch_s(), strict=True)
+    ):
+        work, buffer = step.works.get(bucket), step.executor.buffer(bucket)
+        done_s = None if work is None else work.done_s
+        nbytes = 0 if buffer is None else numels[bucket] * buffer.element_size()
+        times.append(
+            BucketTimes(
+                bucket=bucket,
+                nbytes=work.nbytes if isinstance(work, HookedWork) else nbytes,
+                ready_s=ready_s,
+                launch_s=ready_s if math.isnan(launch_s) else launch_s,
+                done_s=end_s if done_s is None else done_s,
+            )
+        )
+    return tuple(times)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from fddp.native.torch_private import eval_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,12 +33,11 @@ def untraced(instead: str, *, callees: bool = True) -> Callable[[Function], Func
         2
     """
     # As `torch._dynamo.skip`, which only skips the frame of the function itself.
-    hook = torch._C._dynamo.eval_frame
-    skip, default = hook._FrameAction.SKIP, hook._FrameAction.DEFAULT
-    strategy = hook._FrameExecStrategy(skip, skip if callees else default)
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if callees else default)
 
     def mark(fn: Function) -> Function:
-        hook.set_code_exec_strategy(fn.__code__, strategy)
+        eval_frame.set_code_exec_strategy(fn.__code__, strategy)
         fn._torchdynamo_disable = True  # type: ignore[attr-defined]
         fn._torchdynamo_disable_msg = instead  # type: ignore[attr-defined]
         return fn

@@ -20,6 +20,7 @@ from fddp.core.sim.simulator import simulate
 from fddp.errors import PeerError, UnevenError
 from fddp.runtime.agreement import exchange
 from fddp.runtime.results import Devices
+from fddp.runtime.step_info import ready_times_s
 from fddp.sync.engine import Engine, any_rank_has_input
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
 from fddp.sync.terms_codec import plan_on_leaves
@@ -169,7 +170,7 @@ def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> li
     for _ in range(steps):
         with engine.watched() as taken:
             start_s, _took_s = _timed(engine, call)
-        ready_s = taken[-1].ready_times_s()
+        ready_s = ready_times_s(taken[-1])
         seen.append([ready_s[leaf] - start_s for leaf in plan.reduced])
     slowest = largest(
         engine.transport, [_median_of_present(column) for column in zip(*seen, strict=True)]

@@ -15,9 +15,9 @@ from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutErro
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
+from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.program import Program
-from fddp.runtime.usual_program import UsualProgram
 from fddp.sync.request import EngineSpec, deterministic_hook_error
 from fddp.transport import Transport, open_transport
 from fddp.transport.mesh import usable_transport
@@ -35,8 +35,8 @@ class EngineConfiguration:
         schedule: the agreed schedule. The program's differs from it if a hook replaces the
             all-reduce that would carry the control word.
         program: program of a step.
-        usual: program for the compiled interpreter; None if no step is usual.
-        gathering: program that turns shards into whole leaves, if steps give shards.
+        code: instructions of the program.
+        gathering: instructions that turn shards into whole leaves, if steps give shards.
         hook: the communication hook in force, if there is one.
         bound_hook: the hook, bound to the program.
         in_flight: waits for the all-gather that was started and not awaited, if there is one.
@@ -153,11 +153,11 @@ class EngineConfiguration:
         if with_order and self.bound_hook is not None and self.bound_hook.stateful:
             # State is by bucket: the plan must not be rebuilt.
             self.program = Program(schedule, rank, False, foreign)
-        is_usual = self.bound_hook is None and self.terms.nonfinite == "propagate"
-        self.usual = UsualProgram.of(self.program, self.transport) if is_usual else None
-        self.gathering: Program | None = None
+        self.code = CompiledProgram(self.program, self.transport, self.bound_hook)
+        self.gathering: CompiledProgram | None = None
         if gather is not None:
-            self.gathering = Program(gather, rank, False, foreign)
+            program = Program(gather, rank, False, foreign)
+            self.gathering = CompiledProgram(program, self.transport, None)
 
 
 def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:

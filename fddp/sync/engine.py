@@ -13,13 +13,13 @@ from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.schedule.schedule import summands
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
+from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.donation import donate
-from fddp.runtime.hook_step import HookedStep
+from fddp.runtime.finish import finish as finish_step
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
-from fddp.runtime.state import Outcome, StepContext
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_step import VirtualStep
+from fddp.runtime.step_context import NO_BUCKETS, Outcome, StepContext
 from fddp.sync.configuration import EngineConfiguration
 from fddp.sync.request import EngineSpec
 from fddp.sync.rounds import Round
@@ -145,7 +145,7 @@ class Engine(EngineConfiguration):
             self._check_open()
             turn.synced += 1
             raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
-        step = self._new_step(self.program, method, with_stats=with_stats)
+        step = self._new_step(self.code, method, with_stats=with_stats)
         step.hook_states = self.hook_states or ()
         if turn is not None:
             step.has_next = turn.has_next
@@ -164,13 +164,13 @@ class Engine(EngineConfiguration):
             raise InternalError("the schedule gives no shards to gather")
         return self._new_step(self.gathering, Method.ALL_GATHER, with_stats=False)
 
-    def _new_step(self, program: Program, method: Method, *, with_stats: bool) -> Step:
+    def _new_step(self, code: CompiledProgram, method: Method, *, with_stats: bool) -> Step:
         if self.in_flight is not None:
             self.finish_in_flight()
         self._check_open()
-        averages = program is self.program  # False if shards are gathered
+        averages = code is self.code  # False if shards are gathered
         context = StepContext(
-            program,
+            code,
             self.transport,
             self._pool,
             self.scale if averages else WeightScale(self.transport.world_size),
@@ -178,18 +178,13 @@ class Engine(EngineConfiguration):
             method,
             with_stats,
             self.recorder,
-            self.bound_hook if averages else None,
-            self._idle if averages else frozenset(),
+            self._idle if averages else NO_BUCKETS,
             # Parameters may be infinite, masks for instance.
             self.terms.nonfinite if averages else "propagate",
             self.when,
-            self.usual if averages and not (with_stats or self._idle) else None,
         )
         self.step += 1
-        bound_hook = context.bound_hook
-        step = Step(context) if bound_hook is None else HookedStep(context, bound_hook)
-        if program.schedule.virtual is not None:
-            step = VirtualStep(context)
+        step = Step(context)
         self._current = self._running[step.number] = weakref.ref(step)
         return step
 
@@ -207,7 +202,7 @@ class Engine(EngineConfiguration):
         """Finish a step, and update the state for the next one.
 
         Raises:
-            Exception: as `Step.finish`.
+            Exception: as `fddp.runtime.finish.finish`.
         """
         self.last_failed = True  # until it has succeeded
         try:
@@ -215,9 +210,9 @@ class Engine(EngineConfiguration):
                 step.raise_failure()
             if is_transformed():
                 with outside_transforms():
-                    outcome = step.finish()
+                    outcome = finish_step(step)
             else:
-                outcome = step.finish()
+                outcome = finish_step(step)
         except BaseException as error:
             self._on_failure(step, error)
             raise
@@ -265,7 +260,9 @@ class Engine(EngineConfiguration):
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""
         self._pool.clear()
-        self.usual = None
+        for code in (self.code, self.gathering):
+            if code is not None:
+                code.close()
         self.transport.close(reason)
         self.closed_by = self.closed_by or reason
 

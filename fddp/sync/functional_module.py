@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from fddp.core.text import counted
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
+from fddp.runtime.untraced import untraced
+from fddp.tree.pytree import flatten
 
 _Tensors: TypeAlias = Mapping[str, Tensor]
 #: place of a tensor: a dictionary of a module, and a key
 _Slot: TypeAlias = tuple[dict[str, Any], str]
 
 _MAX_NAMES_SHOWN = 5
+_IN_A_GRAPH = "call torch.func.functional_call in a full graph"
 
 
 class Functional(NamedTuple):
@@ -127,7 +129,7 @@ class Apply:
         )
 
     # Dynamo would trace into the bookkeeping; the module's own code stays compiled.
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @untraced(_IN_A_GRAPH, callees=False)
     def __call__(
         self, params: _Tensors, buffers: _Tensors, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -189,9 +191,8 @@ class UnboundSlot:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        raise FddpError(
-            next(v._text for v in tree_leaves((args, kwargs)) if isinstance(v, UnboundSlot))
-        )
+        leaves, _ = flatten((args, kwargs or {}))
+        raise FddpError(next(leaf._text for leaf in leaves if isinstance(leaf, UnboundSlot)))
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

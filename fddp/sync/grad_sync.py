@@ -72,6 +72,9 @@ class GradSync(TreeSync):
             the caller's tensors are unchanged. "raise" raises a `NonFiniteError` with ranks and
             leaves on every rank. Local leaves are not checked.
 
+    Attributes:
+        title: name of the class, which ranks compare at construction; subclasses have their own.
+
     Raises:
         PlanMismatchError: leaves or options differ between ranks; on every rank.
         ScheduleError: a passed schedule does not give the result that it states.
@@ -89,7 +92,7 @@ class GradSync(TreeSync):
         [tensor([1.5000, 1.5000]), tensor([1.5000, 1.5000])]
     """
 
-    _title = "GradSync"
+    title = "GradSync"
 
     def __init__(
         self,
@@ -125,7 +128,7 @@ class GradSync(TreeSync):
             deterministic=deterministic,
             virtual_ranks=virtual_ranks,
             nonfinite=nonfinite,
-            title=self._title,
+            title=self.title,
         )
         with outside_transforms(), dump_failures():
             self._engine = Engine(request)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
-from fddp.collectives.replicas.reconcile import reconciled
 from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Schema
@@ -38,7 +37,6 @@ class Progress(NamedTuple):
         finished: one more than the number of the last successful step; -1 for a new rank.
         step: number of the next step.
         unit: the agreed unit of weight.
-        keeps_state: True if the engine keeps the state of the hook.
         digest: digest of the configuration.
         length: length of the configuration's JSON text.
     """
@@ -46,12 +44,11 @@ class Progress(NamedTuple):
     finished: int
     step: int
     unit: float
-    keeps_state: bool
     digest: str
     length: int
 
 
-_PROGRESS: Schema = (str, int, int, float, bool, str, int)
+_PROGRESS: Schema = (str, int, int, float, str, int)
 """Schema of a rank's error text and `Progress`."""
 
 
@@ -65,7 +62,6 @@ class RebuildSpec:
         leaves: leaves of a new rank, if it has passed a tree.
         problem: error of a new rank's arguments.
         newest: progress of the newest rank, once it is known.
-        diverged: True if ranks have finished different numbers of steps, once this is known.
     """
 
     span: GroupAndTopology
@@ -77,7 +73,6 @@ class RebuildSpec:
     leaves: tuple[LeafSpec, ...] | None = None
     problem: Exception | None = None
     newest: Progress | None = field(default=None, init=False)
-    diverged: bool = field(default=False, init=False)
 
     title = "GradSync"
 
@@ -111,7 +106,6 @@ class RebuildSpec:
                 f"none of the {len(received)} ranks has a GradSync to go on with; build one on "
                 f"each: fddp.GradSync(params)"
             )
-        self.diverged = len(set(finished)) > 1
         if all(progress.digest == newest.digest for progress in received):
             if own is None:
                 raise InternalError("a rank without a configuration has the newest digest")
@@ -175,51 +169,20 @@ def join_engine(
 
 def _opened(spec: RebuildSpec) -> Engine:
     engine = Engine(spec)
-    newest, old = spec.newest, spec.old
+    newest = spec.newest
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
-    try:
-        engine.hook_states = _states(engine, old, newest, spec.diverged)
-    except BaseException:
-        engine.close("the state of the hook could not be restored")
-        raise
     engine.step, engine.finished = newest.step, newest.finished
     engine.scale = replace(engine.scale, unit=newest.unit)
-    engine.arrivals = None if old is None else old.arrivals
+    engine.arrivals = None if spec.old is None else spec.old.arrivals
     return engine
-
-
-def _states(
-    engine: Engine, old: Engine | None, newest: Progress, diverged: bool
-) -> tuple[Any, ...] | None:
-    """Return the hook's state kept by engines, if they keep any; then a collective call. Ranks that
-    are behind receive the state of a newest rank: parts of it must be equal on all ranks."""
-    if not newest.keeps_state:
-        return None
-    own = old.hook_states if old is not None and old.finished == newest.finished else None
-    states: Any = own
-    if diverged:
-        behind = own is None
-        others, _ = reconciled(
-            engine.transport, engine.init_states() if behind else own, 0 if behind else 1
-        )
-        states = others if behind else own
-    problem: Exception | None = None
-    try:
-        engine.checked_states(states, "the GradSync before")
-    except Exception as error:
-        problem = error
-    received = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
-    check_no_failure(received, "can't go on", problem)
-    return tuple(states)
 
 
 def _progress(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
     if old is None or own is None:
-        return Progress(-1, -1, 1.0, False, "", 0)
+        return Progress(-1, -1, 1.0, "", 0)
     digest = hashlib.sha256(terms_to_json(own, plan=own.plan.shared_digest).encode()).hexdigest()
-    keeps_state = old.hook_states is not None
-    return Progress(old.finished, old.step, old.scale.unit, keeps_state, digest, len(text))
+    return Progress(old.finished, old.step, old.scale.unit, digest, len(text))
 
 
 def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> SyncConfig:

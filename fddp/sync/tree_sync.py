@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
-from fddp.core.schedule.schedule import Result, Schedule
-from fddp.errors import InternalError
-from fddp.runtime.contributions import Contributions, TreeContributions
-from fddp.runtime.inputs import (
-    check_no_derivatives,
-    check_no_transform,
-    check_writable,
-    checked_weight,
-    matched_leaves,
-    outside_transforms,
-)
+from fddp.core.schedule.schedule import Schedule
+from fddp.runtime.inputs import matched_leaves
 from fddp.runtime.results import shards_of
-from fddp.runtime.step_info import make_info
+from fddp.runtime.step import Step
 from fddp.runtime.untraced import untraced
-from fddp.runtime.virtual_step import VirtualStep
-from fddp.sync.all_gather_handle import AllGatherHandle
 from fddp.sync.engine import Engine
+from fddp.sync.step_handle import StepHandle, start_step
+from fddp.sync.tree_step import begin_shards, begin_tree, check_fit, sync_tree
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
-from fddp.sync.virtual_batches import VirtualBatches, gathered_trees
-from fddp.tree.foreign import ForeignTreeDef
+from fddp.sync.virtual_batches import VirtualBatches
 from fddp.tree.pytree import TreeDef
 
 
@@ -101,7 +88,7 @@ class TreeSync:
             ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        return self._sync_tree(Method.CALL, grads, weight, with_info)
+        return sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def update(
@@ -132,7 +119,9 @@ class TreeSync:
             >>> fddp.loopback(2, two_steps)[0]
             ([4.0, 0.0], [0.0, 6.0])
         """
-        results: tuple[Any, ...] = self._sync_tree(Method.UPDATE, grads, weight, with_info, state)
+        results: tuple[Any, ...] = sync_tree(
+            self._engine, Method.UPDATE, grads, weight, with_info=with_info, state=state
+        )
         return results
 
     def init_state(self) -> tuple[Any, ...]:
@@ -157,7 +146,7 @@ class TreeSync:
             TreeMismatchError: as for a call; or a tensor can't be written because its elements
                 share memory (an expanded one).
         """
-        return self._sync_tree(Method.REDUCE, grads, weight, with_info)
+        return sync_tree(self._engine, Method.REDUCE, grads, weight, with_info=with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -186,7 +175,7 @@ class TreeSync:
             >>> fddp.loopback(2, halves)
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
-        return self._sync_tree(Method.REDUCE_SCATTER, grads, weight, with_info)
+        return sync_tree(self._engine, Method.REDUCE_SCATTER, grads, weight, with_info=with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def all_gather(self, shards: Any) -> Any:
@@ -203,10 +192,12 @@ class TreeSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        return self._opened_gather(shards).wait()
+        self._check_gather(shards)
+        engine = self._engine
+        return StepHandle(engine, engine.open_gather(), partial(begin_shards, shards=shards)).wait()
 
     @untraced(INSTEAD_IN_A_GRAPH)
-    def start_all_gather(self, shards: Any) -> AllGatherHandle:
+    def start_all_gather(self, shards: Any) -> StepHandle:
         """Start to gather whole leaves from the shards of all ranks; a collective call.
 
         Does not wait for other ranks, unless it is called in a loss function.
@@ -221,21 +212,54 @@ class TreeSync:
         Raises:
             ValueError: the algorithm is not "reduce_scatter".
         """
+        self._check_gather(shards)
         engine = self._engine
-        engine.finish_in_flight()
-        is_within_step = engine.is_in_step
-        handle = self._opened_gather(shards)
-        with outside_transforms():
-            handle.start()
-        if is_within_step:
-            # Ranks launch the step's further collectives at different times.
-            engine.finish_in_flight()
-        return handle
+        return start_step(engine, engine.open_gather, partial(begin_shards, shards=shards))
 
-    def _opened_gather(self, shards: Any) -> AllGatherHandle:
+    def _check_gather(self, shards: Any) -> None:
+        """Raise an error on all ranks if the algorithm has no shards."""
         if self._engine.gathering is None:
-            self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)  # raises an error on all ranks
-        return AllGatherHandle(self._engine, shards)
+            sync_tree(self._engine, Method.ALL_GATHER, shards, 1.0)
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def start(
+        self, grads: Any, *, weight: float = 1.0, state: Any = None, label: str = ""
+    ) -> StepHandle:
+        """Start the weighted mean over ranks of a tree; a collective call.
+
+        Does not wait for other ranks, unless it is called in a loss function.
+
+        Args:
+            grads: as for a call; not to be written before `wait` has returned. Or a function that
+                returns it, whose error is raised by `wait` on all ranks.
+            weight: as for a call.
+            state: as for `update`; None if the hook keeps no state.
+            label: text that must be the same on all ranks, such as the number of the caller's own
+                step. Ranks with other texts are out of step, and it is part of the error.
+
+        Returns:
+            A handle, whose `wait()` returns the result of a call, or raises its error.
+
+        Example:
+            >>> import fddp, torch
+            >>> def average(group):
+            ...     grads = {"w": torch.full((2,), 1.0 + group.rank)}
+            ...     with fddp.GradSync(grads, group=group) as sync:
+            ...         handle = sync.start(grads)
+            ...         # Compute here.
+            ...         return handle.wait()["w"].tolist()
+            >>> fddp.loopback(2, average)
+            [[1.5, 1.5], [1.5, 1.5]]
+        """
+        method = Method.CALL if state is None else Method.UPDATE
+
+        engine = self._engine
+
+        def begin(step: Step) -> TreeDef:
+            tree = grads() if callable(grads) else grads
+            return begin_tree(engine, step, method, tree, weight, state)[1]
+
+        return start_step(engine, partial(engine.open, method, with_stats=False), begin, label)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.
@@ -250,7 +274,7 @@ class TreeSync:
             TreeMismatchError: the tree has other leaves than the plan.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        _check_fit("shard(tree)", "sharded_mean", "the tree itself", self.schedule)
+        check_fit("shard(tree)", "sharded_mean", "the tree itself", self.schedule)
         leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
@@ -282,72 +306,3 @@ class TreeSync:
             [2.0]
         """
         self._engine.donate(grads)
-
-    def _sync_tree(
-        self,
-        method: Method,
-        grads: Any,
-        weight: float | Sequence[float],
-        with_info: bool,
-        state: Any = None,
-    ) -> Any:
-        """Return the tree of results; in a tuple, if the new state or an info follows."""
-        engine, start_s = self._engine, time.perf_counter()
-        step = engine.open(method, with_stats=with_info)
-        program = step.program
-        treedef: TreeDef | None = None
-        own: Sequence[Tensor | None] = ()
-        contributions: Contributions
-        try:
-            _check_method(method, self.schedule)
-            step.hook_states = engine.checked_states(state, "update(grads, state)")
-            if isinstance(step, VirtualStep):
-                contributions, own, treedef = gathered_trees(step, grads, weight)
-            else:
-                own, treedef = matched_leaves(grads, program, "gradients")
-                if isinstance(treedef, ForeignTreeDef):
-                    # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
-                    step.method = Method.NOTHING
-                check_no_derivatives(own, program, "gradients", graphs=True)
-                if method is Method.REDUCE:
-                    check_writable(own, treedef, program)
-                contributions = TreeContributions(program, own, checked_weight(weight))
-            step.begin(contributions, own)
-        except BaseException as error:
-            step.fail(error)
-        outcome = engine.finish(step)
-        if treedef is None:
-            raise InternalError("a step succeeded without a tree")
-        in_place = method is Method.REDUCE
-        tree = treedef.unflatten(_written(own, outcome.leaves) if in_place else outcome.leaves)
-        states = (step.hook_states,) if method is Method.UPDATE else ()
-        infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
-        return (tree, *states, *infos) if states or infos else tree
-
-
-def _check_method(method: Method, schedule: Schedule) -> None:
-    """Check that a method fits the schedule; see `_check_fit`."""
-    if method in (Method.REDUCE_SCATTER, Method.ALL_GATHER):
-        _check_fit(method.text, "sharded_mean", Method.CALL.text, schedule)
-    else:
-        _check_fit(method.text, "replicated_mean", Method.REDUCE_SCATTER.text, schedule)
-
-
-def _check_fit(call: str, result: Result, instead: str, schedule: Schedule) -> None:
-    """Check that a call fits the schedule, and that no `torch.func` transform is active."""
-    check_no_transform(call)
-    if schedule.result != result:
-        raise ValueError(
-            f"{call} needs a GradSync whose schedule gives a {result}; this one's gives a "
-            f"{schedule.result}: use {instead}, or build it with another algorithm"
-        )
-
-
-def _written(own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Write results into the caller's tensors. Return these, and results for missing ones."""
-    pairs = list(zip(own, results, strict=True))
-    with torch.no_grad():
-        for target, result in pairs:
-            if target is not None and result is not None:
-                target.copy_(result)
-    return [result if target is None or result is None else target for target, result in pairs]

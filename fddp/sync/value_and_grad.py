@@ -27,6 +27,7 @@ from fddp.runtime.program import Program
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
+from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
@@ -114,7 +115,7 @@ class ValueAndGrad:
         with step.transport.step_scope(step.number):
             try:
                 check_no_transform("value_and_grad")
-                if hook_state is not None or step.context.bound_hook is not None:
+                if hook_state is not None or step.bound_hook is not None:
                     step.hook_states = engine.checked_states(hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with outside_inference_mode():
@@ -137,22 +138,30 @@ class ValueAndGrad:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
+        sums: VirtualSums | None = None,
     ) -> Computed:
+        """Run the loss function and its backward pass.
+
+        Args:
+            sums: sums over the virtual ranks so far, if there are virtual ranks. The gradients of
+                all but the last are added to them.
+        """
         program = step.program
         given = self._params(args, kwargs)
         params, treedef = matched_leaves(given, program, "parameters", differentiable=True)
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
         if _has_exhausted(args, kwargs):
-            contributions = step.backward_contributions(program, weight=0.0, accumulated=earlier)
-            step.begin(contributions, params)
+            contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
+            _begin(step, contributions, params, sums)
+            _add(sums, contributions)
             now_s = time.perf_counter()
             return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
         leaves = leaf_set_type()(_differentiated(params, program.differentiated))
-        contributions = step.backward_contributions(program, weight=weight, accumulated=earlier)
-        step.begin(contributions, params)
+        contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
+        _begin(step, contributions, params, sums)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with differentiated():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
@@ -160,6 +169,7 @@ class ValueAndGrad:
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:
             self._backward(step, contributions, leaves, loss)
+        _add(sums, contributions)
         end_s = time.perf_counter()
         if self._has_aux:
             aux = map_leaves(_detached, aux)
@@ -169,11 +179,15 @@ class ValueAndGrad:
         self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
         engine = self._engine
-        if step.context.bound_hook is not None:
+        if step.bound_hook is not None:
             # Hooks may call operators, also on ranks that have failed.
             step.transport.leave_step()
         view = leaves.inspect(loss)
-        step.arm(leaves, view, engine.arrivals)
+        if step.contributions.backward is contributions:
+            step.arm(leaves, view, engine.arrivals)
+        else:  # of a virtual rank before the last, whose buckets are packed after backward
+            contributions.leaf_set = leaves
+            contributions.arm(view, engine.arrivals, step.memory, step.scale, _ignore)
         engine.in_backward = True
         try:
             if view.foreign or view.opaque:
@@ -223,6 +237,30 @@ class ValueAndGrad:
                 f"reduce it first, for instance with .mean()"
             )
         return loss, aux
+
+
+def _begin(
+    step: Step,
+    contributions: BackwardContributions,
+    params: Sequence[Tensor | None],
+    sums: VirtualSums | None,
+) -> None:
+    """Set the contributions of a step, unless they are of a virtual rank before the last."""
+    if sums is None:
+        step.begin(contributions, params)
+    elif sums.missing:
+        step.note_devices(params)
+    else:
+        step.begin(RowsContributions(sums, contributions), params)
+
+
+def _add(sums: VirtualSums | None, contributions: BackwardContributions) -> None:
+    if sums is not None and sums.missing:
+        sums.add(contributions)
+
+
+def _ignore(bucket: int) -> None:
+    """Ignore that a bucket is complete."""
 
 
 def _has_exhausted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

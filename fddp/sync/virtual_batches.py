@@ -12,7 +12,8 @@ from fddp.core.text import counted
 from fddp.errors import InternalError, TreeMismatchError
 from fddp.runtime.contributions import TreeContributions
 from fddp.runtime.inputs import check_no_derivatives, checked_weight, matched_leaves
-from fddp.runtime.virtual_step import VirtualStep, VirtualSums, VirtualTree
+from fddp.runtime.step import Step
+from fddp.runtime.virtual_sums import RowsContributions, VirtualSums, carried, new_sums
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
@@ -92,8 +93,8 @@ def check_batches(values: Sequence[Any], carried: range) -> None:
 
 
 def gathered_trees(
-    step: VirtualStep, trees: Any, weight: float | Sequence[float]
-) -> tuple[VirtualTree, Sequence[Tensor | None], TreeDef]:
+    step: Step, trees: Any, weight: float | Sequence[float]
+) -> tuple[RowsContributions, Sequence[Tensor | None], TreeDef]:
     """Return the contributions of trees of gradients, one for each virtual rank of this rank, with
     the leaves and structure of the last.
 
@@ -108,7 +109,7 @@ def gathered_trees(
             f"{step.method.text} has one tree of gradients, and a GradSync with virtual ranks one "
             f"for each; use sync(sync.virtual_batches(grads_of))"
         )
-    check_batches([trees], step.carried)
+    check_batches([trees], carried(step.program))
     if not isinstance(trees, VirtualBatches):
         raise TypeError("pass weight=0 with the gradients instead of fddp.EXHAUSTED")
     weights = [*weight] if isinstance(weight, Sequence) else [weight] * len(trees)
@@ -132,12 +133,12 @@ def gathered_trees(
             # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
             step.method = Method.NOTHING
         check_no_derivatives(leaves, step.program, "gradients", graphs=True)
-        sums = sums or step.new_sums()
+        step.note_devices(leaves)
+        sums = sums or new_sums(step)
         checked = checked_weight(own_weight)
         if sums.missing:
-            contributions = TreeContributions(step.program, leaves, checked)
-            step.begin(contributions, leaves)
-            sums.add(contributions)
+            sums.add(TreeContributions(step.program, leaves, checked))
     if sums is None or structure is None:
         raise InternalError("this rank carries no virtual rank")
-    return VirtualTree(step.program, leaves, checked, sums), leaves, structure
+    last = TreeContributions(step.program, leaves, checked)
+    return RowsContributions(sums, last), leaves, structure

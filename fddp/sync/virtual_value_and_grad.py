@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fddp.errors import InternalError
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_step import VirtualStep
+from fddp.runtime.virtual_sums import VirtualSums, carried, new_sums
 from fddp.sync.value_and_grad import Computed, ValueAndGrad
 from fddp.sync.virtual_batches import arguments_of, check_batches
 
@@ -45,22 +44,20 @@ class VirtualValueAndGrad(ValueAndGrad):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
+        sums: VirtualSums | None = None,
     ) -> Computed:
-        if not isinstance(step, VirtualStep):
-            raise InternalError("a step over virtual ranks was opened without them")
         if accumulated is not None:
             raise TypeError(
                 "accumulated gradients are a sum of some virtual ranks, in another order than "
                 "theirs; pass one batch for each virtual rank, and raise virtual_ranks for more"
             )
-        check_batches([*args, *kwargs.values()], step.carried)
-        step.sums = sums = step.new_sums()
+        ranks = carried(step.program)
+        check_batches([*args, *kwargs.values()], ranks)
+        sums = new_sums(step)
         computed = []
-        for number in step.carried:
+        for number in ranks:
             own_args, own_kwargs = arguments_of(number, args, kwargs)
-            computed.append(super()._compute(step, own_args, own_kwargs, None))
-            if number != step.carried[-1]:
-                sums.add(step.contributions)
+            computed.append(super()._compute(step, own_args, own_kwargs, None, sums))
         last = computed[-1]
         losses, auxs = zip(*((each.loss, each.aux) for each in computed), strict=True)
         return last._replace(loss=losses, aux=auxs)

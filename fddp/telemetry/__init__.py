@@ -1,1 +1,1 @@
-"""Flight recorder, wait accounting, stragglers, traces and exporters."""
+"""Flight recorder, wait accounting, facts about steps."""

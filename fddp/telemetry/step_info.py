@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fddp.core.protocol.readiness import Action
+from fddp.core.protocol.launch import Action
 from fddp.core.tables import html_table
 from fddp.core.text import counted
 from fddp.core.timeline import StepTimes
@@ -14,7 +14,7 @@ _MOST_PATHS = 3  # in a repr
 
 @dataclass(frozen=True)
 class Trace:
-    """Actions of the runtime in order, in the terms of `fddp.core.protocol.readiness`.
+    """Actions of the runtime in order, in the terms of `fddp.core.protocol.launch`.
 
     Attributes:
         sequence: buckets in launch order.

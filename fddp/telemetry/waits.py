@@ -43,7 +43,7 @@ def note_wait(start_s: float, end_s: float) -> None:
 
 
 def waits_since(start_s: float) -> tuple[Interval, ...]:
-    """Return this thread's waits that began after a moment, in order and without overlap.
+    """Return this thread's waits that began after a time, in order and without overlap.
 
     Example:
         >>> note_wait(1.0, 2.0), note_wait(3.0, 3.5), note_wait(4.0, 4.0)

@@ -30,6 +30,7 @@ try:
 except ImportError as _error:
     raise ImportError("fddp.testing needs hypothesis: pip install fddp[testing]") from _error
 
+from fddp import loopback as loopback
 from fddp.testing.adjoint import check_adjoint as check_adjoint
 from fddp.testing.adjoint import check_gradients as check_gradients
 from fddp.testing.adjoint import pulling_back as pulling_back
@@ -42,4 +43,3 @@ from fddp.testing.strategies import param_trees as param_trees
 from fddp.testing.strategies import plans as plans
 from fddp.testing.strategies import schedules as schedules
 from fddp.testing.strategies import topologies as topologies
-from fddp.transport import loopback as loopback

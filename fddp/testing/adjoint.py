@@ -7,17 +7,14 @@ other ranks' part. So these checks perturb one rank's input at a time and observ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.transport import Group
-from fddp.transport.mesh import Mesh
-from fddp.tree.pytree import flatten
+from fddp import Communicator
+from fddp.extend import Group, Mesh, communicator_of, exchange, tree_flatten
 
 _STEP = 1e-6  # of differences, in float64
 _Vector: TypeAlias = Callable[[Tensor], Tensor]
@@ -57,7 +54,7 @@ def check_adjoint(
     cotangent = torch.randn(output.shape, generator=generator, dtype=output.dtype)
     (pulled,) = torch.func.vjp(vector, at)[1](cotangent)
     mine = [float(cotangent @ moved), float(pulled @ tangent)]
-    received = _exchange(communicator, mine)
+    received = exchange(mine, (float, float), communicator)
     forward, reverse = (sum(rank[k] for rank in received) for k in range(2))
     if not abs(forward - reverse) <= rtol * max(abs(forward), abs(reverse), 1.0):
         raise AssertionError(
@@ -156,7 +153,7 @@ def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], An
             result = fn(unit)
             rows.append(result[0] if isinstance(result, tuple) else result)
     mine = torch.stack(rows).detach()
-    received = _exchange(communicator, mine.tolist())
+    received = exchange(mine.tolist(), [[float]], communicator)
     return torch.stack([torch.tensor(rank, dtype=like.dtype) for rank in received], dim=1)
 
 
@@ -174,21 +171,15 @@ def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
     )
 
 
-def _exchange(communicator: Communicator, mine: Any) -> list[Any]:
-    """Exchange over the transport, which is independent of the checked operators."""
-    received = communicator.transport.exchange(json.dumps(mine).encode())
-    return [json.loads(text) for text in received]
-
-
 def _as_vector(fn: Callable[[Any], Any], inputs: Any) -> tuple[_Vector, Tensor]:
     """Return `fn` as a function of real vectors, and the vector of its inputs."""
-    leaves, treedef = flatten(inputs)
+    leaves, treedef = tree_flatten(inputs)
 
     def vector(flat: Tensor) -> Tensor:
         __tracebackhide__ = True
         parts = torch.split(flat, [leaf.numel() * (1 + leaf.is_complex()) for leaf in leaves])
         own = [_shaped(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
-        results, _ = flatten(fn(treedef.unflatten(own)))
+        results, _ = tree_flatten(fn(treedef.unflatten(own)))
         return _flat(results)
 
     return vector, _flat([leaf.detach() for leaf in leaves])

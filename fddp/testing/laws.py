@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.core.check import check_schedule
-from fddp.core.protocol.readiness import on_backward_end, on_ready, start
-from fddp.core.schedule.op import Op, is_collective
-from fddp.core.schedule.schedule import Schedule
-from fddp.core.text import counted
-from fddp.errors import ScheduleError
+from fddp import Op, Schedule, ScheduleError, check_schedule
+from fddp.extend import counted, is_collective, replay
 
 
 def assert_schedule_ok(schedule: Schedule) -> None:
@@ -39,9 +35,8 @@ def assert_same_collectives(
 ) -> tuple[Op, ...]:
     """Assert that ranks issue the same collectives in the same order for these arrivals.
 
-    Each rank's step runs on the pure state machine (`protocol.readiness`), which yields the late
-    buckets for the rank's arrivals. Before the control word, a rank decides by its own late
-    buckets; after it, by those of all ranks.
+    Each rank's arrivals are replayed through the launch rule, which yields its late buckets. Before
+    the control word, a rank decides by its own late buckets; after it, by those of all ranks.
 
     Args:
         schedule: the operations.
@@ -76,7 +71,7 @@ def assert_same_collectives(
             f"expected has {counted(len(counts), 'rank')}, and arrivals has {len(arrivals)}"
         )
     late = [
-        _late_buckets(schedule, own, wanted) for own, wanted in zip(arrivals, counts, strict=True)
+        replay(schedule, own, wanted).late for own, wanted in zip(arrivals, counts, strict=True)
     ]
     everywhere = frozenset[int]().union(*late)
     issued = [_issued(schedule, own, everywhere) for own in late]
@@ -84,16 +79,6 @@ def assert_same_collectives(
         if positions != issued[0]:
             raise AssertionError(_first_divergence(schedule, rank, issued[0], positions))
     return tuple(schedule.ops[position] for position in issued[0])
-
-
-def _late_buckets(
-    schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int]
-) -> frozenset[int]:
-    bucket_of = [schedule.plan.bucket_of.get(i, -1) for i in range(len(schedule.plan.leaves))]
-    state, _ = start(schedule.sequence, bucket_of, expected)
-    for leaf in arrivals:
-        state, _ = on_ready(state, leaf)
-    return on_backward_end(state).state.late
 
 
 def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int]) -> list[int]:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fddp.runtime.agreement import exchange
-from fddp.sync.grad_sync import GradSync
-from fddp.tree.pytree import flatten
+from fddp import GradSync
+from fddp.extend import exchange, tree_flatten
 
 _Leaves = Sequence[Tensor | None]
 
@@ -77,9 +76,7 @@ def assert_mean(
     result = call(own) if weights is None else call(own, weight=weights[sync.rank])
     counted = [1.0] * sync.world_size if weights is None else [float(w) for w in weights]
     problem = _write_problem(before) or _problem(sync, trees, counted, result, rtol)
-    received = exchange(
-        sync._engine.transport, [problem, _bits(sync, result, problem)], (str, object)
-    )
+    received = exchange([problem, _bits(sync, result, problem)], (str, object), sync.group)
     for rank, (text, _) in enumerate(received):
         if text:
             raise AssertionError(f"rank {rank}: {text}")
@@ -104,7 +101,7 @@ class _Snapshot(NamedTuple):
 
 
 def _snapshots(tree: Any) -> list[_Snapshot]:
-    leaves, treedef = flatten(tree)
+    leaves, treedef = tree_flatten(tree)
     return [
         _Snapshot(path, leaf, leaf.detach().clone(), _version(leaf))
         for path, leaf in zip(treedef.paths, leaves, strict=True)
@@ -127,11 +124,11 @@ def _version(leaf: Tensor) -> int | None:
 def _problem(
     sync: GradSync, trees: Sequence[Any], weights: list[float], result: Any, rtol: float | None
 ) -> str:
-    own, treedef = flatten(trees[sync.rank])
-    found, found_def = flatten(result)
+    own, treedef = tree_flatten(trees[sync.rank])
+    found, found_def = tree_flatten(result)
     if found_def != treedef:
         return f"the result has another structure: {found_def.paths} instead of {treedef.paths}"
-    every = [flatten(tree)[0] for tree in trees]
+    every = [tree_flatten(tree)[0] for tree in trees]
     local = set(sync.plan.local)
     for leaf, path in enumerate(treedef.paths):
         if leaf in local:
@@ -217,7 +214,7 @@ def _bits(sync: GradSync, result: Any, problem: str) -> dict[str, str]:
     """Return digests by path of the leaves that must be equal on all ranks."""
     if problem:
         return {}
-    leaves, treedef = flatten(result)
+    leaves, treedef = tree_flatten(result)
     return {treedef.paths[leaf]: _digest(leaves[leaf]) for leaf in sync.plan.reduced}
 
 

@@ -15,12 +15,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fddp.core.plan.leaf import LeafSpec, dense_strides
-from fddp.core.plan.plan import BucketPlan, plan_leaves
-from fddp.core.schedule.builder import Algorithm, make_schedule
-from fddp.core.schedule.schedule import Scaling, Schedule
-from fddp.core.schedule.topology import Topology
-from fddp.tree.pytree import flatten
+from fddp import BucketPlan, LeafSpec, Schedule, Topology, make_schedule
+from fddp.extend import Algorithm, Scaling, dense_strides, plan_leaves, tree_flatten
 
 DTYPES = (
     torch.float32,
@@ -83,7 +79,7 @@ def gradients(params: Any, ranks: int) -> st.SearchStrategy[list[Any]]:
         >>> find(gradients({"w": torch.zeros(2)}, ranks=2), lambda trees: True)
         [{'w': None}, {'w': None}]
     """
-    leaves, treedef = flatten(params)
+    leaves, treedef = tree_flatten(params)
     tree = st.tuples(*map(_gradient, leaves)).map(lambda own: treedef.unflatten(list(own)))
     return st.lists(tree, min_size=ranks, max_size=ranks)
 
@@ -142,7 +138,7 @@ def schedules(
     *,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
     deterministic: bool = False,
-    ride: bool = True,
+    piggyback: bool = True,
 ) -> Schedule:
     """Schedules of `make_schedule`, with any scaling, split and `reduce_dtype`.
 
@@ -150,7 +146,7 @@ def schedules(
         plan: strategy of plans; by default `plans(sparse=True)`.
         topology: strategy of topologies; by default `topologies()`.
         algorithms: algorithms to draw from, if they support plan and topology.
-        deterministic, ride: as for `make_schedule`.
+        deterministic, piggyback: as for `make_schedule`.
 
     Example:
         >>> from hypothesis import find
@@ -180,7 +176,7 @@ def schedules(
         reduce_dtype=draw(st.sampled_from((None, "float32", "float64"))),
         split_mb=None if split_bytes is None else split_bytes / 2**20,
         deterministic=deterministic,
-        ride=ride,
+        piggyback=piggyback,
     )
 
 

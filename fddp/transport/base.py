@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fddp.errors import ClosedError
-from fddp.native.usual_step import (
+from fddp.native.executor import (
     NativeCollectives,
     collectives_in_python,
     collectives_of_one,

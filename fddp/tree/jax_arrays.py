@@ -117,7 +117,7 @@ def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[A
         raise error(f"leaf {path!r} of the {what} {text}")
     # DLPack would wait while holding the GIL, which callbacks of a running program need.
     jax.block_until_ready(arrays)
-    tensors = map(torch._C._from_dlpack, map(_exporter(), arrays))
+    tensors = map(torch.utils.dlpack.from_dlpack, map(_exporter(), arrays))
     if len(arrays) == len(leaves):
         return list(tensors)
     return [next(tensors) if type(leaf) in kinds else _other(leaf) for leaf in leaves]
@@ -137,7 +137,7 @@ def homes_of(leaves: Sequence[Any]) -> list[Home]:
 
 def to_arrays(tensors: Sequence[Tensor | None], homes: Sequence[Home]) -> list[Any]:
     """Return arrays over the memory of results, each on its device. None stays None."""
-    array_of, capsule_of = _importer(), torch._C._to_dlpack
+    array_of, capsule_of = _importer(), torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
     return [
         tensor if tensor is None or home is None else array_of(capsule_of(tensor), home, None)
         for tensor, home in zip(tensors, homes, strict=True)
@@ -235,5 +235,5 @@ def _native() -> Any:
 
 def _by_public_functions(capsule: Any, device: Any, stream: None) -> Any:
     # JAX no longer accepts capsules.
-    tensor = torch._C._from_dlpack(capsule)
+    tensor = torch.utils.dlpack.from_dlpack(capsule)
     return jax.device_put(jax.dlpack.from_dlpack(tensor), device)

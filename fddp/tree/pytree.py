@@ -35,7 +35,6 @@ import torch
 from optree import PyTreeKind, PyTreeSpec
 
 from fddp.errors import TreeMismatchError
-from fddp.native import extension
 from fddp.tree.traced import rebuilt, walk
 
 Tree = TypeVar("Tree")
@@ -212,20 +211,6 @@ def insertion_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
 
     >>> tree = {"b": 0.0, "a": [0.0, 0.0]}
     >>> insertion_order(tree, flatten(tree)[1])
-    (2, 0, 1)
-    """
-    if not treedef._treespec.is_one_level():
-        known: list[int] | None = extension.load().filled_order(tree)
-        if known is not None:
-            return tuple(known)
-    return walked_order(tree, treedef)
-
-
-def walked_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
-    """Implement `insertion_order` for all containers. The extension knows plain ones only.
-
-    >>> tree = {"b": 0.0, "a": [0.0, 0.0]}
-    >>> walked_order(tree, flatten(tree)[1])
     (2, 0, 1)
     """
     filled: list[int] = []

@@ -12,4 +12,3 @@ from fddp.viz.plans import compare_plans as compare_plans
 from fddp.viz.plans import plot_plan as plot_plan
 from fddp.viz.ranks import plot_ranks as plot_ranks
 from fddp.viz.timelines import plot_timeline as plot_timeline
-from fddp.viz.virtual import plot_virtual_ranks as plot_virtual_ranks

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from fddp.core.plan.defaults import MIB
-from fddp.core.text import size_text
+from fddp.extend import MIB, size_text
 from fddp.viz import canvas
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fddp.core.schedule.periodic import PeriodicSchedule
-from fddp.core.text import counted, size_text
+from fddp.extend import counted, size_text
+from fddp.periodic import PeriodicSchedule
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -44,13 +44,12 @@ def plot_periodic(
         '2 fragments, 64 B in 10 steps; at most 32 B at once'
     """
     if steps is None:
-        first = max(fragment.when.warmup_steps for fragment in schedule.fragments)
-        steps = first + 2 * schedule.cycle
+        steps = schedule.warmup_steps + 2 * schedule.cycle
     steps = min(steps, _MOST_STEPS)
     count = len(schedule.fragments)
     if ax is None:
         (ax,) = canvas.new_figure(_AROUND_IN + _LANE_IN * count)
-    sizes = [schedule.nbytes(number) for number in range(count)]
+    sizes = [fragment.nbytes for fragment in schedule.fragments]
     ax.set_xlim(-1.0, steps)
     ax.set_ylim(count - 0.5, -0.5)
     ax.set_yticks(range(count), [f"fragment {n}, {size_text(sizes[n])}" for n in range(count)])
@@ -89,8 +88,8 @@ def plot_periodic(
 
 
 def _per_cycle(schedule: PeriodicSchedule) -> int:
-    starts = (event.fragment for event in schedule.events if event.kind == "start")
-    return sum(schedule.nbytes(fragment) for fragment in starts)
+    cycle = schedule.cycle
+    return sum(part.nbytes * cycle // part.when.period for part in schedule.fragments)
 
 
 def _at_once(schedule: PeriodicSchedule, steps: int) -> int:
@@ -98,6 +97,7 @@ def _at_once(schedule: PeriodicSchedule, steps: int) -> int:
     now = most = 0
     for step in range(steps):
         for event in schedule.due(step):
-            now += schedule.nbytes(event.fragment) * (1 if event.kind == "start" else -1)
+            nbytes = schedule.fragments[event.fragment].nbytes
+            now += nbytes if event.kind == "start" else -nbytes
             most = max(most, now)
     return most

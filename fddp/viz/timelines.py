@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fddp.core.timeline import COMPUTE, Span, StepTimes, Timeline
+from fddp.extend import COMPUTE, Span, StepTimes, Timeline
 from fddp.viz import canvas
 
 if TYPE_CHECKING:

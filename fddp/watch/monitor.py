@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fddp import Communicator, DistributedDataParallel, GradSync, SyncInfo
-from fddp.extend import Schema, communicator_of, exchange, optional, waits_since
+from fddp.extend import Schema, communicator_of, exchange, optional, rank_names, waits_since
 from fddp.watch.phases import INPUT, MONITOR, OF_STEPS, WAIT, StepRecord, overlap_s, step_phases
-from fddp.watch.report import MonitorReport, names
+from fddp.watch.report import MonitorReport
 from fddp.watch.stragglers import SUMMARY, RankSummary
 from fddp.watch.trace import STEPS, chrome_trace, trace_message
 
@@ -157,7 +157,7 @@ class Monitor:
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        """Measure a phase. A moment within several phases counts for the innermost one."""
+        """Measure a phase. Time within several phases counts for the innermost one."""
         self._close_part()
         self._open.append(name)
         try:
@@ -217,7 +217,7 @@ class Monitor:
         silent = [rank for rank, value in enumerate(received) if value is None]
         if silent:
             raise ValueError(
-                f"the monitor has observed no step on {names(silent)}; call observe(info) on "
+                f"the monitor has observed no step on {rank_names(silent)}; call observe(info) on "
                 f"every rank after each step"
             )
         return received

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from fddp.extend import counted, html_table, plain_table
+from fddp.extend import counted, html_table, plain_table, rank_names
 from fddp.watch.phases import INPUT, MONITOR, OF_STEPS
 from fddp.watch.stragglers import LEAST_STEPS, RankSummary, RobustStats, Straggler, find_stragglers
 
@@ -100,18 +100,10 @@ class MonitorReport:
         if len(observed) == 1:
             ((first, last),) = observed
             return f"steps {first} to {last}"
-        ranges = [f"{first} to {last} on {names(of)}" for (first, last), of in observed.items()]
+        ranges = [
+            f"{first} to {last} on {rank_names(of)}" for (first, last), of in observed.items()
+        ]
         return f"steps {', '.join(ranges)}"
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Format ranks, at least one.
-
-    Example:
-        >>> names([1]), names([0, 2])
-        ('rank 1', 'ranks 0, 2')
-    """
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _cell(stats: RobustStats | None) -> str:

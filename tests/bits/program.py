@@ -367,15 +367,15 @@ def plan_and_schedules(dice: random.Random) -> Any:
     plans = {"plan": plan, "rebucketed": fddp.rebucket(plan, order)}
     topology = fddp.Topology(host=dice.randrange(1, 4), local=dice.randrange(1, 4))
     found = {name: sha(each.to_json()) for name, each in plans.items()}
-    for algorithm, deterministic, ride in itertools.product(
+    for algorithm, deterministic, piggyback in itertools.product(
         ("all_reduce", "hierarchical", "reduce_scatter", "all_gather"), (False, True), (False, True)
     ):
         if algorithm != "all_gather" or not deterministic:
             schedule = fddp.make_schedule(
-                plan, topology, algorithm=algorithm, deterministic=deterministic, ride=ride,
-                split_mb=dice.choice((None, 1e-4)),
+                plan, topology, algorithm=algorithm, deterministic=deterministic,
+                piggyback=piggyback, split_mb=dice.choice((None, 1e-4)),
             )  # fmt: skip
-            found[f"{algorithm} {deterministic} {ride}"] = sha(schedule.to_json())
+            found[f"{algorithm} {deterministic} {piggyback}"] = sha(schedule.to_json())
     return found
 
 

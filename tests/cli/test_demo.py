@@ -11,12 +11,17 @@ import torch
 
 import fddp
 from fddp.cli.demo.command import run_demo
-from fddp.cli.demo.compare import StepTimes, difference, difference_between_ranks
 from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
 from fddp.cli.demo.model import Params, Score, init_params, loss_fn
-from fddp.cli.demo.rank import Options
 from fddp.cli.demo.report import ROUNDING, Report, checks
-from fddp.cli.demo.train import Trained, train, train_alone
+from fddp.cli.demo.train import (
+    Options,
+    Trained,
+    difference,
+    difference_between_ranks,
+    train,
+    train_alone,
+)
 from tests.support import commands as cli
 
 if TYPE_CHECKING:
@@ -31,7 +36,6 @@ GOOD = Report(
     score=Score(loss=0.5, accuracy=0.9),
     between_ranks=0.0,
     from_one_process=1e-15,
-    times=StepTimes(fddp_s=0.01, ddp_s=0.01),
     bucket_bytes=(1024,),
     hidden=0.5,
 )
@@ -59,20 +63,18 @@ def train_unweighted(
 def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--epochs", "1", "--bucket-cap-mb", "0.1"]) == 0
     printed = capfd.readouterr().out
+    words = " ".join(printed.split())
     for row in (
         "1437 digits, epochs: 1, ranks: 2, transport: shm",
         "loss on held-out images",
         "accuracy on held-out images",
-        "difference between ranks      0          passed: must be 0",
+        "difference between ranks 0 passed: must be 0",
         "difference from one process",
         "passed: at most 1e-10",
-        "step with fddp",
-        "step with torch DDP",
-        "fddp / DDP",
         "buckets",
         "communication hidden",
     ):
-        assert row in printed
+        assert row in words
     # Away from a terminal, progress is lines.
     assert "training on all ranks: loss " in printed
     assert "\x1b" not in printed

@@ -11,7 +11,7 @@ import pytest
 
 import fddp
 from benchmarks import cli as bench
-from fddp.cli import common, flight, simulate, tune
+from fddp.cli import common, flight, simulate
 from fddp.cli import plan as plan_command
 from fddp.cli.demo import command as demo
 from tests.support.commands import main
@@ -20,10 +20,9 @@ from tests.support.example_plans import example_plan
 HOSTILE = ["nan", "inf", "-inf", "1e308", "5e-324", "-1", "0", "1e9", "1" + "0" * 30, "1" * 5000]
 COUNTS = ["-1", "0", "1" + "0" * 30, "1" * 5000, "1e3", "nan", "\u0663"]
 SIMULATE = ["simulate", "{plan}", "--topology", "w=2,x=3", "--json", "{json}"]
-COMMANDS = (demo, plan_command, simulate, tune, flight)
+COMMANDS = (demo, plan_command, simulate, flight)
 MODEL, TIMES = ["--cost=nvlink4"], ["--backward-ms=5"]
 
-PERIODIC = ["simulate", "{source}:net", "--topology=w=2,x=3", "--json", "{json}", *MODEL]
 
 # Every option that takes a number, where it stands, and words around it.
 NUMBERED = {
@@ -52,14 +51,6 @@ NUMBERED = {
         [*SIMULATE, *MODEL, *TIMES, "--jitter=0.1,0.5,{}"],
     ],
     "simulate --seed": [[*SIMULATE, *MODEL, *TIMES, "--jitter=0.1", "--seed={}"]],
-    "simulate --step-ms": [[*PERIODIC, "--step-ms={}", "--period=4"]],
-    "simulate --period": [[*PERIODIC, "--step-ms=5", "--period={}"]],
-    "simulate --fragments": [[*PERIODIC, "--step-ms=5", "--period=4", "--fragments={}"]],
-    "simulate --delay": [[*PERIODIC, "--step-ms=5", "--period=4", "--delay={}"]],
-    "simulate --bits": [[*PERIODIC, "--step-ms=5", "--period=4", "--bits={}"]],
-    "tune --ranks": [["tune", "{source}:step", "--ranks={}"]],
-    "tune --rounds": [["tune", "{source}:step", "--rounds={}"]],
-    "tune --bucket-cap-mb": [["tune", "{source}:step", "--bucket-cap-mb={}"]],
     "demo --ranks": [["demo", "--ranks={}"]],
     "demo --epochs": [["demo", "--epochs={}"]],
     "demo --bucket-cap-mb": [["demo", "--bucket-cap-mb={}"]],

@@ -1,4 +1,4 @@
-"""The commands that plan, simulate and tune: what they print, write, and refuse."""
+"""The commands that plan and simulate: what they print, write, and refuse."""
 
 from __future__ import annotations
 
@@ -38,22 +38,6 @@ def network():
 
 def tree():
     return {"[bold]layers": [torch.zeros(512, 512), torch.zeros(512)], "count": torch.tensor(1)}
-
-
-def step():
-    def loss_fn(params, x):
-        for weight in params:
-            x = torch.tanh(x @ weight)
-        return x.square().mean()
-
-    return loss_fn, [torch.eye(64) for _ in range(4)], torch.ones(4, 64)
-
-
-def step_that_fails_on_ranks():
-    def loss_fn(params):
-        raise RuntimeError("out of luck")
-
-    return loss_fn, [torch.ones(1)]
 
 
 def fails():
@@ -111,7 +95,8 @@ def test_plan_of_a_module(source: str, run: Read, folder: Path) -> None:
     printed = run("plan", source, "--bucket-cap-mb", "1", "--json", "p.json", "--png", "p.png")
     plan = BucketPlan.from_json((folder / "p.json").read_text())
     assert "2 buckets, 14 of 14 leaves, 1.757 MiB, caps 1 MiB, 1 MiB" in printed
-    assert "7.bias to 4.weight" in printed  # the frozen first layer is not there
+    assert "7.bias" in printed
+    assert "1.weight" in printed  # the frozen first layer is not there
     assert plan.digest in printed
     assert plan.caps_bytes == (2**20, 2**20)
     assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -138,13 +123,6 @@ def test_plans_and_simulations_need_no_extra(run: Read, monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     assert "1 bucket, " in run("plan", "own_models:module")
     assert "fastest: " in run(*SIMULATE, *LINK)
-
-
-def test_names_are_not_broken(run: Read, folder: Path) -> None:
-    names = [f"encoder.layers.{n}.self_attention.output_projection.weight" for n in range(2)]
-    with (folder / "own_models.py").open("a") as models:
-        models.write(f"deep = {{name: torch.zeros(3) for name in {names}}}\n")
-    assert f"{names[1]} to {names[0]}" in run("plan", "own_models:deep")
 
 
 def test_json_on_stdout_is_all_there_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -242,42 +220,6 @@ def test_simulate_compares_caps_and_the_best_plan(run: Read, folder: Path) -> No
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     last_us = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
     assert last_us == pytest.approx(fastest["step_s"] * 1e6)
-
-
-PERIODIC = ("simulate", "own_models:tree", "--topology", "world=4", "--cost", "1e-4,1e-7")
-
-
-def test_simulate_of_a_periodic_schedule(run: Read, folder: Path) -> None:
-    options = ("--step-ms", "100", "--period", "20", "--fragments", "1", "--bits", "8")
-    printed = run(*PERIODIC, *options, "--json", "s.json", "--png", "s.png")
-    document = json.loads((folder / "s.json").read_text())
-    every, given = document["results"]
-    tree = {"[bold]layers": [torch.zeros(512, 512), torch.zeros(512)], "count": torch.tensor(1)}
-    schedule = fddp.periodic.local_sgd(tree, 20)
-    assert str(schedule) in printed
-    text = json.dumps(document["schedule"])
-    assert fddp.periodic.PeriodicSchedule.from_json(text) == schedule
-    assert every["sent_bytes"] / every["steps"] == pytest.approx(1.5 * 4 * 513 * 512)
-    assert given["sent_bytes"] / given["steps"] < every["sent_bytes"] / every["steps"] / 79
-    assert f"{given['utilisation']:.1%}" in printed
-    assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
-    (folder / "p.json").write_text(schedule.to_json())
-    again = documented(run, *PERIODIC[:1], "p.json", *PERIODIC[2:], "--step-ms", "100")
-    assert again["results"][0] == every
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--step-ms", "1"), "--step-ms needs --period, or a file with a periodic schedule"),
-        (("--step-ms", "1", "--period", "2", "--delay", "3"), "its delay of 3 steps is longer"),
-        (("--step-ms", "1", "--period", "2", "--fragments", "3"), "an int from 1 to"),
-    ],
-)
-def test_simulate_refuses_periodic_schedules(
-    options: tuple[str, ...], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert text in refused([*PERIODIC, *options], capsys)
 
 
 def test_simulate_matches_the_library(run: Read) -> None:
@@ -402,52 +344,3 @@ def test_jitter_is_seeded_and_slows_the_step(run: Read) -> None:
     assert step_s(*jitter) == step_s(*jitter, "--seed", "0") != step_s(*jitter, "--seed", "1")
     assert step_s("--jitter", "0") == step_s()
     assert step_s("--jitter", "0,1,2") > step_s()
-
-
-# tune
-
-
-@pytest.mark.slow
-def test_tune_measures_on_ranks(run: Read, folder: Path) -> None:
-    printed = run(
-        "tune", "own_models.py:step", "--rounds", "1", "--json", "p.json", "--png", "p.png"
-    )
-    assert "a step on 2 ranks over shm; kept: " in printed
-    assert "simulated ms" in printed
-    assert "measured ms" in printed
-    plan = BucketPlan.from_json((folder / "p.json").read_text())
-    assert sorted(plan.paths) == ["0", "1", "2", "3"]
-    assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_on_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["tune", "own_models.py:step_that_fails_on_ranks"])
-    assert caught.value.code == 1
-    printed = capfd.readouterr().err
-    assert "out of luck" in printed
-    assert printed.endswith("python -m fddp tune: a rank failed; its error is above\n")
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("own_models:nope", "'own_models' has no 'nope'"),
-        ("own_models:fails", "own_models:fails raised ValueError: no luck ("),
-        (
-            "own_models:tree",
-            "own_models:tree must return (loss_fn, params, *args), got {'[bold]layers'",
-        ),
-        ("own_models:number", "own_models:number must return (loss_fn, params, *args), got 3"),
-        ("own_models:step_without_params", "there is nothing to reduce"),
-    ],
-)
-def test_impossible_step_is_refused_before_ranks_start(
-    source: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (folder / "own_models.py").open("a") as models:
-        models.write("\ndef step_without_params():\n    return len, {}\n")
-    line = refused(["tune", source], capsys)
-    assert line.startswith("python -m fddp tune: error: ")
-    assert text in line

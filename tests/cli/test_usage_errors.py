@@ -42,7 +42,7 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["plan", "m:f", "--png", "no/such/place.png"], "must be a file in a directory that"),
         (["plan", "m:f", "--json", "no/such/place.json"], "must be a file in a directory that"),
         (["simulate", "m:f"], "the following arguments are required: --topology, --cost"),
-        ([*SIMULATE], "one of the arguments --backward-ms --ready --step-ms is required"),
+        ([*SIMULATE], "one of the arguments --backward-ms --ready is required"),
         ([*SIMULATE, "--backward-ms", "0"], "--backward-ms: must be a number above 0, got '0'"),
         ([*SIMULATE, "--backward-ms", "1", "--ready", "f"], "not allowed with argument"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1,,2"], "--caps: must be a number above 0"),
@@ -61,9 +61,6 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["simulate", "m:f", "--cost", "1e-5"], "or ALPHA,BETA, or FILE.json"),
         (["simulate", "m:f", "--cost", "nan,1"], "alpha_s must be a number from 0 to 1e+09"),
         (["simulate", "m:f", "--cost", "world=no.json"], "'no.json': "),
-        (["tune", "m:f", "--ranks", "0"], "--ranks: must be a whole number of at least 1"),
-        (["tune", "m:f", "--rounds", "0"], "--rounds: must be a whole number of at least 1"),
-        (["tune", "m:f", "--bucket-cap-mb", "inf"], "--bucket-cap-mb: must be a number above 0"),
     ],
 )
 def test_a_mistake_gets_one_line(
@@ -83,7 +80,6 @@ def test_a_mistake_gets_one_line(
         (["bench"], "rich", "rich: pip install fddp[demo]"),
         (["bench"], "sklearn", "scikit-learn: pip install fddp[demo]"),
         (["plan", "m:f", "--png", "p.png"], "matplotlib", "matplotlib: pip install fddp[viz]"),
-        (["tune", "m:f", "--png", "p.png"], "matplotlib", "matplotlib: pip install fddp[viz]"),
     ],
 )
 def test_a_missing_library_is_named(
@@ -108,7 +104,7 @@ def test_all_missing_libraries_are_named_at_once(
     assert line.endswith("error: needs rich and scikit-learn: pip install fddp[demo]\n")
 
 
-@pytest.mark.parametrize("command", [None, "demo", "plan", "simulate", "tune", "bench"])
+@pytest.mark.parametrize("command", [None, "demo", "plan", "simulate", "bench"])
 def test_help(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--help"] if command is None else [command, "--help"]
     with pytest.raises(SystemExit) as caught:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
-from fddp.core.check import check_schedule, execution
-from fddp.core.check.execution import check_by_execution
+from fddp.core import check
+from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.piggyback import with_separate_word
@@ -17,12 +16,10 @@ from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.schedules import SMALL, flat, plan_of, with_op_of, without
 
-CHECKS = (check_schedule, check_by_execution)
 
-
-def calls_of(schedule: Schedule, check: Callable[[Schedule], None]) -> int:
-    """Return the number of Python function calls."""
-    check(schedule)  # properties of the schedule and plan, and forms, are worked out once
+def calls_of(schedule: Schedule) -> int:
+    """Return the number of Python function calls of a proof."""
+    check_schedule(schedule)  # properties of the schedule and plan are worked out once
     count = 0
 
     def profile(frame: object, event: str, arg: object) -> None:
@@ -32,7 +29,7 @@ def calls_of(schedule: Schedule, check: Callable[[Schedule], None]) -> int:
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
-        check(schedule)
+        check_schedule(schedule)
     finally:
         sys.setprofile(before)
     return count
@@ -42,16 +39,15 @@ def wide_plan(buckets: int) -> BucketPlan:
     return plan_of(*(LeafSpec(f"p{i:04}", (1000,), "float32") for i in range(buckets)))
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("algorithm", get_args(Algorithm))
-def test_the_number_of_ranks_costs_nothing(algorithm: Algorithm, check: Any) -> None:
+def test_the_number_of_ranks_costs_nothing(algorithm: Algorithm) -> None:
     plan = wide_plan(20)
     small, large = (
         with_separate_word(make_schedule(plan, topology, algorithm=algorithm))
         for topology in (Topology(host=2, local=4), Topology(host=12500, local=8))
     )
     # Which terms of a set are compared depends on hashes, which differ from process to process.
-    assert calls_of(large, check) == pytest.approx(calls_of(small, check), rel=0.01)
+    assert calls_of(large) == pytest.approx(calls_of(small), rel=0.01)
 
 
 def test_errors_cost_nothing_either() -> None:
@@ -61,20 +57,18 @@ def test_errors_cost_nothing_either() -> None:
         check_schedule(schedule)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_cost_grows_with_the_number_of_buckets(check: Any) -> None:
+def test_cost_grows_with_the_number_of_buckets() -> None:
     few, many = (
-        calls_of(make_schedule(wide_plan(n), SMALL, algorithm="hierarchical"), check)
-        for n in (50, 200)
+        calls_of(make_schedule(wide_plan(n), SMALL, algorithm="hierarchical")) for n in (50, 200)
     )
     assert many < 4.2 * few
 
 
 @pytest.mark.parametrize("batch", [1, 7, 10**6])
 def test_buckets_may_be_judged_in_batches(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_BATCH", batch)
+    monkeypatch.setattr(check, "_BATCH", batch)
     schedule = make_schedule(wide_plan(5), SMALL, algorithm="hierarchical")
-    check_by_execution(schedule)
+    check_schedule(schedule)
     last = max(i for i, op in enumerate(schedule.ops) if op.kind == "add")
     with pytest.raises(ScheduleError, match=r"^op \d+ \(unpack of bucket 4, leaf 'p0004'\)"):
-        check_by_execution(without(schedule, last))
+        check_schedule(without(schedule, last))

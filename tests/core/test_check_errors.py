@@ -13,7 +13,6 @@ import pytest
 
 from fddp.core.plan.plan import LeafSpec
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.piggyback import with_piggybacked_word
 from fddp.core.schedule.schedule import Schedule, Topology
 from tests.support.schedules import (
     GRID,
@@ -70,7 +69,7 @@ def carried_in(dtype: str) -> Schedule:
 
 def riding_always(schedule: Schedule) -> Schedule:
     """The word where it can't ride, because there are too many ranks for it."""
-    small = with_piggybacked_word(replace(schedule, topology=SMALL))
+    small = make_schedule(schedule.plan, SMALL)
     return replace(small, topology=schedule.topology)
 
 

@@ -61,7 +61,6 @@ def test_scale_stays_within_its_bounds(steps: list[bool], every: int) -> None:
         (LossScale(math.nan), {}, "the loss scale must be finite and above 0, got nan"),
         (LossScale(), {"backoff": 1.0}, "backoff between 0 and 1"),
         (LossScale(), {"every": 0}, "every at least 1"),
-        (LossScale(1.0, -5), {}, "the streak of a loss scale must not be negative, got -5"),
         (LossScale(2.0**-20), {}, "least=.*, got 9.5367431640625e-07"),
         (LossScale(2.0**30), {}, "most=.*, got 1073741824.0; start within"),
         (LossScale(), {"most": 64.0}, r"least=.* and most=64.0, got 65536\.0"),
@@ -73,23 +72,9 @@ def test_invalid_options_are_refused(scale: LossScale, options: dict[str, Any], 
             next_loss_scale(scale, all_finite, **options)
 
 
-@pytest.mark.parametrize(
-    ("scale", "all_finite", "options", "text"),
-    [
-        (LossScale(), None, {}, "all_finite must be a bool, got None; pass info.all_finite"),
-        (LossScale(), True, {"growth": "2"}, "growth must be a real number, got '2'"),
-        (LossScale(), True, {"most": None}, "most must be a real number, got None"),
-        (LossScale(), True, {"every": 1.5}, "every must be a number of steps, an int, got 1.5"),
-        (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale must be a number of steps"),
-        ((8.0, 1), True, {}, r"scale must be a LossScale of two numbers, got \(8.0, 1\)"),
-        (LossScale(None), True, {}, "scale must be a LossScale of two numbers"),
-    ],
-)
-def test_wrong_types_are_refused(
-    scale: Any, all_finite: Any, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TypeError, match=text):
-        next_loss_scale(scale, all_finite, **options)
+def test_all_finite_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"must be a bool, got None; pass info\.all_finite"):
+        next_loss_scale(LossScale(), None)  # type: ignore[arg-type]
 
 
 def test_setting_a_scale_keeps_the_count() -> None:

@@ -17,11 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.plan.bucket import assign_buckets
-from fddp.core.plan.leaf import are_leaves, is_counts, leaf_problem
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves, rebucket
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets
-from tests.support.examples import examples
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 MIB_BYTES = 1024 * 1024
@@ -97,37 +95,6 @@ def test_sizes_may_exceed_64_bits_in_sum() -> None:
     leaves = [LeafSpec(name, (2**58,), "float64") for name in "abcde"]
     closed, left = assign_buckets(leaves, range(5), [2**63 - 1])
     assert (closed.leaves, left.leaves) == ((0, 1, 2, 3), (4,))
-
-
-@given(
-    st.lists(
-        st.builds(
-            LeafSpec,
-            path=st.sampled_from(("a", "b", 3, None)) | st.text("ab", max_size=2),
-            shape=shapes | st.sampled_from([[2], (True,), (1.0,), (-1,), ("1",), (2**63,), None]),
-            dtype=st.sampled_from((*DTYPES, "int8", "none", 1, [])),
-            strides=st.sampled_from((None, None, (), (1,), (1, 2), (1, 3), [1], (True,))),
-            device=st.sampled_from(("cpu", "meta", None)),
-            sparse=st.sampled_from((True, False, 1)),
-        )
-        | st.sampled_from([("a", (2,), "float32"), None]),
-        max_size=4,
-    )
-)
-def test_leaves_are_judged_together_as_one_by_one(leaves: list[Any]) -> None:
-    assert are_leaves(leaves) == all(leaf_problem(leaf) is None for leaf in leaves)
-
-
-@given(
-    st.lists(st.integers(-2, 3) | st.sampled_from([True, 1.0, 2**63 - 1, 2**63, "1"])).map(tuple)
-    | st.sampled_from([[1], None, 3]),
-    st.integers(0, 1),
-)
-def test_counts_are_ints_of_64_bits(values: Any, at_least: int) -> None:
-    expected = isinstance(values, tuple) and all(
-        type(value) is int and at_least <= value < 2**63 for value in values
-    )
-    assert is_counts(values, at_least) == expected
 
 
 def test_assignment_of_a_partial_order_leaves_the_rest_local() -> None:
@@ -331,27 +298,6 @@ def test_plans_of_trees(zeros: Any, device: str) -> None:
     assert {bucket.device for bucket in plan.buckets} == {device}
     assert plan.order == (1, 0, 4)
     assert plan.caps_bytes == (104, 25 * MIB_BYTES)
-
-
-@examples(25)
-@given(offers(), st.booleans())
-def test_planning_a_tree_of_tensors_is_that_of_torch(offer: Any, as_list: bool) -> None:
-    leaves, order, caps_bytes = offer
-    tree = {leaf.path: tensor_of(leaf) for leaf in leaves}
-    caps_mb = [cap_bytes / MIB_BYTES for cap_bytes in caps_bytes]
-    plan = plan_buckets(
-        tree,
-        order=order,
-        sparse=[leaf.path for leaf in leaves if leaf.sparse],
-        **(
-            {"bucket_cap_mb": caps_mb}
-            if as_list or len(caps_mb) < 2
-            else {"first_bucket_mb": caps_mb[0], "bucket_cap_mb": caps_mb[1]}
-        ),
-    )
-    caps_used = caps_bytes if as_list or len(caps_mb) < 2 else caps_bytes[:2]
-    assigned, _ = torch_assignment(leaves, order, caps_used)
-    assert sorted(bucket.leaves for bucket in plan.buckets) == sorted(map(tuple, assigned))
 
 
 @pytest.mark.parametrize(

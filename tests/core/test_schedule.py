@@ -20,14 +20,12 @@ import fddp
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.op import CONTROL_REGION, Op, Region, chunk
-from fddp.core.schedule.piggyback import with_separate_word
+from fddp.core.schedule.op import Region, chunk
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.collectives import Issued, record_issued
 from tests.support.examples import examples
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.ranks import Launch
 from tests.support.schedules import right_chains
 
 WORLD = Topology(world=2)
@@ -92,24 +90,6 @@ def test_pickles_omit_cached_values() -> None:
     assert schedule.digest
     assert schedule.sequence
     assert len(pickle.dumps(schedule)) == before
-
-
-def test_schedule_of_one_leaf_by_hand() -> None:
-    plan, region = plan_of(("a", "float32")), Region("bucket", 0, 3)
-    made = with_separate_word(make_schedule(plan, WORLD))
-    ops = (
-        Op("pack", 0, (), region, ()),
-        Op("all_reduce", 0, ("world",), region, (0,)),
-        Op("control", -1, ("world",), CONTROL_REGION, (0,)),
-        Op("pack", 0, (), region, (1, 2), "again"),
-        Op("all_reduce", 0, ("world",), region, (3,), "again"),
-        Op("unpack", 0, (), region, (4, 2)),
-    )
-    other = dataclasses.replace(made, ops=ops)
-    assert other != made
-    assert other.retained == {0}
-    assert made.retained == frozenset()
-    check_schedule(other)
 
 
 @pytest.mark.parametrize(
@@ -318,16 +298,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_runtime_issues_the_collectives_of_the_schedule(case: str) -> None:
     world_size = CASES[case].get("mesh", WORLD).world_size
-    assert_issued(fddp.loopback(world_size, issue, CASES[case]))
-
-
-@pytest.mark.parametrize("launch", ["c10d"], indirect=True)
-def test_the_same_on_processes(launch: Launch) -> None:
-    assert_issued(launch(4, issue, CASES["hierarchical"]))
-
-
-def assert_issued(results: list[Any]) -> None:
-    for steps in results:
+    for steps in fddp.loopback(world_size, issue, CASES[case]):
         assert len(steps) == 6
         for issued, expected, buckets in steps:
             assert issued == expected

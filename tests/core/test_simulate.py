@@ -23,7 +23,6 @@ from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.simulator import Jitter, simulate
 from fddp.core.timeline import COMPUTE, BucketTimes, Span, StepTimes, Timeline
-from fddp.errors import ScheduleError
 from tests.support.examples import examples
 
 # A plain simulation
@@ -457,25 +456,6 @@ def test_bad_arguments() -> None:
         simulate(two_leaves(), {"host": CostModel(0.0, 0.0)}, [0.0, 0.0])
     with pytest.raises(ValueError, match="late holds bucket 2; the plan has 2 buckets"):
         simulate(two_leaves(), CostModel(0.0, 0.0), [0.0, 0.0], late={2})
-
-
-@pytest.mark.parametrize(
-    ("position", "fields", "message"),
-    [
-        (1, {"deps": (5,)}, r"op 1 .* depends on operations \(5,\)"),
-        (1, {"bucket": 7}, r"op 1 .* has bucket 7 of 2"),
-        (1, {"axes": ("host",)}, r"op 1 .* has axes that are not in Topology\(world=2\)"),
-    ],
-)
-def test_schedules_that_can_not_be_carried_out(
-    position: int, fields: dict[str, Any], message: str
-) -> None:
-    ops = list(two_leaves().ops)
-    ops[position] = ops[position]._replace(**fields)
-    broken = dataclasses.replace(two_leaves(), ops=tuple(ops))
-    with pytest.raises(ScheduleError, match=message) as caught:
-        simulate(broken, CostModel(0.0, 0.0), [0.0, 0.0])
-    assert caught.value.op == position
 
 
 # Timelines

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-import warnings
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fddp
-from tests.support.groups import rank_of
-from tests.support.ranks import Launch, RankPool
+from fddp.native.buffer_pool import BufferPool
+from tests.support.ranks import RankPool
 from tests.support.wrapped_net import (
     DDP,
     TINY_CAP_MB,
@@ -31,46 +31,7 @@ from tests.support.wrapped_net import (
     run_backward,
 )
 
-
-def reentrant(group: Any, hide: bool) -> dict[str, Any]:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x: Tensor) -> Any:
-            for i in (0, 1, 1, 2):
-                x = checkpoint(self.net.layers[f"l{i}"], x, use_reentrant=True)
-            return (lambda: x) if hide else x
-
-    ddp = DDP(Checkpointed(), process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    for _ in range(3):
-        ddp.zero_grad()
-        out = ddp(batch(rank_of(group)).requires_grad_())
-        out = out() if hide else out
-        out.square().mean().backward()
-    return grads(ddp.module.net)
-
-
-@pytest.mark.filterwarnings("ignore:this module returns a function")
-@pytest.mark.parametrize("hide", [False, True])
-def test_reentrant_checkpoints_used_twice(launch: Launch, hide: bool) -> None:
-    def loss(model: Net, rank: int) -> Tensor:
-        x = batch(rank)
-        for i in (0, 1, 1, 2):
-            x = model.layers[f"l{i}"](x)
-        return x.square().mean()
-
-    for found in launch(2, reentrant, hide):
-        assert_close(found, mean_of(2, loss))
-
-
-def steps_of_reentrant(group: Any) -> int:
-    model = net()
-    ddp = DDP(Through(model), process_group=group)
-    for _ in range(2):
-        ddp(batch(rank_of(group)).requires_grad_()).square().mean().backward()
-    return ddp.steps.engine.step
+pytestmark = pytest.mark.filterwarnings("ignore:the step of an aborted backward")
 
 
 class Through(nn.Module):
@@ -86,38 +47,33 @@ class Through(nn.Module):
         return x
 
 
-def test_a_visible_output_makes_one_step_of_nested_tasks(launch: Launch) -> None:
-    assert launch(2, steps_of_reentrant) == [2, 2]
-
-
 # Aborted passes
 
 
-def broken_off(group: Any) -> list[str]:
-    model = net()
-    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    ddp(batch(rank_of(group))).sum().backward()
-    ddp.zero_grad()
-    said = []
-    model.fails_in_backward = rank_of(group) == 1
-    try:
-        out = ddp(batch(rank_of(group)))
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_interrupted_backward_fails_on_all_ranks_and_all_continue(evaluates: bool) -> None:
+    """The next forward pass gives the step up, with or without gradients."""
+
+    def run(group: Any) -> list[str]:
+        model = nn.Sequential(net(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
+        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+        run_backward(ddp, group)
+        ddp.zero_grad()
+        model[0].fails_in_backward = group.rank == 1
+        with pytest.raises((ValueError, fddp.PeerError)) as caught:
+            run_backward(ddp, group)
+        model[0].fails_in_backward = False
+        if evaluates:
+            with torch.no_grad():
+                ddp(batch(group.rank))
+        out = ddp(batch(group.rank))
+        ddp.zero_grad()
         out.square().mean().backward()
-    except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
-    model.fails_in_backward = False
-    if rank_of(group) == 1:
-        with pytest.warns(UserWarning, match="an aborted backward"):
-            out = ddp(batch(rank_of(group)))
-    else:
-        out = ddp(batch(rank_of(group)))
-    ddp.zero_grad()
-    out.square().mean().backward()
-    return [*said, str(grads(model))]
+        return [f"{caught.typename}: {caught.value}", str(grads(model))]
 
-
-def test_interrupted_backward_fails_on_all_ranks_and_all_continue(launch: Launch) -> None:
-    first, second = launch(2, broken_off)
+    with pytest.warns(UserWarning, match="an aborted backward") as given_up:
+        first, second = fddp.loopback(2, run)
+    assert len(given_up) == 1, "on rank 1"
     assert first[0].startswith("PeerError: rank 1 failed at step 1: RuntimeError: backward was")
     assert second[0] == "ValueError: no backward here"
     assert first[1] == second[1]
@@ -155,147 +111,104 @@ def failing(model: FailsFirst, fails: bool) -> Iterator[None]:
     model.fails = False
 
 
-def broken_off_at_the_output(group: Any) -> dict[str, Any]:
-    model = FailsFirst()
-    ddp = DDP(model, process_group=group)
-    run_backward(ddp, group)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step of the aborted pass is given up
+def test_ranks_stay_together_after_a_backward_that_fails_before_any_gradient() -> None:
+    def run(group: Any) -> dict[str, Any]:
+        model = FailsFirst()
+        ddp = DDP(model, process_group=group)
+        run_backward(ddp, group)
         for seed in (1, 2):
             ddp.zero_grad()
-            with failing(model, seed == 1 and rank_of(group) == 1):
+            with failing(model, seed == 1 and group.rank == 1):
                 run_backward(ddp, group, seed)
-    return grads(model.net)
+        return grads(model.net)
 
-
-def test_ranks_stay_together_after_a_backward_that_fails_before_any_gradient(
-    launch: Launch,
-) -> None:
     wanted = mean_of(2, lambda model, rank: model(batch(rank, 2)).square().mean())
-    for found in launch(2, broken_off_at_the_output):
+    for found in fddp.loopback(2, run):
         assert_close(found, wanted)
-
-
-def last_input_broken_off(group: Any, at_output: bool) -> list[str]:
-    model = FailsFirst()
-    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    said = []
-    with warnings.catch_warnings(), ddp.join():
-        warnings.simplefilter("ignore")
-        for seed in range(2 + rank_of(group)):
-            ddp.zero_grad()
-            with failing(model, at_output and seed == 1):
-                model.net.fails_in_backward = not at_output and seed == 1
-                run_backward(ddp, group, seed)
-                said.append(f"step {seed}")
-            model.net.fails_in_backward = False
-    return said
 
 
 @pytest.mark.parametrize("at_output", [False, True])
-def test_join_after_a_backward_that_fails_on_the_last_input(
-    launch: Launch, at_output: bool
-) -> None:
-    first, second = launch(2, last_input_broken_off, at_output)
-    assert (first, second) == (["step 0"], ["step 0", "step 2"])
+def test_join_after_a_backward_that_fails_on_the_last_input(at_output: bool) -> None:
+    def run(group: Any) -> list[str]:
+        model = FailsFirst()
+        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+        said = []
+        with ddp.join():
+            for seed in range(2 + group.rank):
+                ddp.zero_grad()
+                with failing(model, at_output and seed == 1):
+                    model.net.fails_in_backward = not at_output and seed == 1
+                    run_backward(ddp, group, seed)
+                    said.append(f"step {seed}")
+                model.net.fails_in_backward = False
+        return said
+
+    with pytest.warns(UserWarning, match="an aborted backward"):  # despite torch's own filter
+        assert fddp.loopback(2, run) == [["step 0"], ["step 0", "step 2"]]
 
 
-def cleared_after_an_abort(group: Any) -> list[dict[str, Any]]:
-    """Zeroed gradients after a backward pass that failed on rank 1, and those of the next step."""
-    model = net()
-    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    run_backward(ddp, group)
-    ddp.zero_grad(set_to_none=False)
-    model.fails_in_backward = rank_of(group) == 1
-    with contextlib.suppress(ValueError, fddp.PeerError):
+def test_zeroed_gradients_of_an_aborted_backward_stay_zero() -> None:
+    def run(group: Any) -> dict[str, Any]:
+        model = net()
+        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
         run_backward(ddp, group)
-    model.fails_in_backward = False
-    ddp.zero_grad(set_to_none=False)
-    cleared = grads(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step of the aborted pass is given up
+        ddp.zero_grad(set_to_none=False)
+        model.fails_in_backward = group.rank == 1
+        with contextlib.suppress(ValueError, fddp.PeerError):
+            run_backward(ddp, group)
+        model.fails_in_backward = False
+        ddp.zero_grad(set_to_none=False)
+        assert all(grad is not None and not grad.any() for grad in grads(model).values())
         run_backward(ddp, group, 1)
-    return [cleared, grads(model)]
+        return grads(model)
 
-
-def test_zeroed_gradients_of_an_aborted_backward_stay_zero(launch: Launch) -> None:
     wanted = mean_of(2, lambda model, rank: model(batch(rank, 1)).square().mean())
-    for cleared, found in launch(2, cleared_after_an_abort):
-        assert all(grad is not None and not grad.any() for grad in cleared.values())
+    for found in fddp.loopback(2, run):
         assert_close(found, wanted)
 
 
-def broken_then_eval(group: Any) -> str:
-    model = nn.Sequential(net(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
-    ddp = DDP(model, process_group=group)
-    ddp(batch(rank_of(group))).square().sum().backward()
-    ddp.zero_grad()
-    model[0].fails_in_backward = rank_of(group) == 0
-    with contextlib.suppress(ValueError, fddp.PeerError):
-        ddp(batch(rank_of(group))).square().sum().backward()
-    model[0].fails_in_backward = False
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        ddp(batch(rank_of(group)))
-    ddp.zero_grad()
-    ddp(batch(rank_of(group))).square().sum().backward()
-    return str(grads(model))
+def test_failures_at_the_start_of_a_step_are_raised_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    acquire = BufferPool.acquire
+    poor: list[int] = []  # threads without memory
 
-
-@pytest.mark.filterwarnings("ignore:the step of a backward pass")
-def test_a_forward_without_gradients_abandons_the_interrupted_step(launch: Launch) -> None:
-    first, second = launch(2, broken_then_eval)
-    assert first == second
-
-
-def fails_to_arm(group: Any) -> str:
-    ddp = DDP(net(), process_group=group)
-    ddp(batch(0)).square().mean().backward()
-    if rank_of(group) == 1:
-
-        def refuse(bucket: int) -> Tensor:
+    def acquiring(self: BufferPool, *args: Any) -> Tensor:
+        if threading.get_ident() in poor:
+            poor.clear()
             raise MemoryError("no memory for a bucket")
+        return acquire(self, *args)
 
-        opened = ddp.steps.engine.open
+    monkeypatch.setattr(BufferPool, "acquire", acquiring)
 
-        def open_(*args: Any, **kwargs: Any) -> Any:
-            session = opened(*args, **kwargs)
-            session.begin = refuse
-            return session
+    def run(group: Any) -> str:
+        ddp = DDP(net(), process_group=group)
+        run_backward(ddp, group)
+        if group.rank == 1:
+            poor.append(threading.get_ident())
+        with pytest.raises((MemoryError, fddp.PeerError)) as caught:
+            run_backward(ddp, group)
+        return caught.typename
 
-        ddp.steps.engine.open = open_
-    with pytest.raises((MemoryError, TypeError, fddp.PeerError)) as caught:
-        ddp(batch(0)).square().mean().backward()
-    return type(caught.value).__name__
-
-
-def test_failures_at_the_start_of_a_step_are_raised_on_all_ranks(launch: Launch) -> None:
-    first, second = launch(2, fails_to_arm)
-    assert first == "PeerError"
-    assert second != "PeerError"
+    assert fddp.loopback(2, run) == ["PeerError", "MemoryError"]
 
 
 # Passes that are no steps, or more than one
 
 
-def second_order(group: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    ddp = DDP(net(), process_group=group)
-    loss = ddp(batch(rank_of(group))).square().mean()
-    loss.backward(create_graph=True)
-    params = dict(ddp.module.named_parameters())
-    first = {n: p.grad for n, p in params.items()}
-    norm = sum(g.square().sum() for g in first.values())
-    values = {n: g.detach().clone() for n, g in first.items()}
-    for p in params.values():
-        p.grad = None
-    norm.backward()
-    return values, grads(ddp.module)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")  # it makes a cycle, says torch
-def test_create_graph_gives_synchronised_gradients_with_this_ranks_graph(launch: Launch) -> None:
-    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    results = launch(2, second_order)
+def test_create_graph_gives_synchronised_gradients_with_this_ranks_graph() -> None:
+    def run(group: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        ddp = DDP(net(), process_group=group)
+        ddp(batch(group.rank)).square().mean().backward(create_graph=True)
+        params = dict(ddp.module.named_parameters())
+        first = {n: p.grad for n, p in params.items()}
+        values = {n: g.detach().clone() for n, g in first.items()}
+        for p in params.values():
+            p.grad = None
+        sum(g.square().sum() for g in first.values()).backward()
+        return values, grads(ddp.module)
+
     model = net()
     params = dict(model.named_parameters())
     own = [
@@ -306,129 +219,105 @@ def test_create_graph_gives_synchronised_gradients_with_this_ranks_graph(launch:
     # The derivative of |mean|^2 along this rank's own graph, averaged by that backward.
     norm = sum((2 * m * g).sum() for rank in own for m, g in zip(mean, rank, strict=True)) / 2
     second = torch.autograd.grad(norm, [*params.values()], allow_unused=True)
-    for values, found in results:
-        assert_close(values, wanted)
+    for values, found in fddp.loopback(2, run):
+        assert_close(values, dict(zip(params, mean, strict=True)))
         assert_close(found, dict(zip(params, second, strict=True)))
 
 
+class Scaled(Net):
+    """A net and a buffer, which stock DDP would write in place in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state_dict(net().state_dict())
+        self.register_buffer("scale", torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        return super().forward(x, through) * self.scale
+
+
+def parameters_of(f: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in f.named_parameters()}
+
+
+TRANSFORMS: list[Callable[[nn.Module, Tensor], Any]] = [
+    lambda f, x: torch.autograd.grad(f(y := x.requires_grad_()).sum(), y)[0],
+    lambda f, x: torch.func.functional_call(f, parameters_of(f), (x,)),
+    lambda f, x: torch.func.jvp(f, (x,), (x / 2,))[1],
+    lambda f, x: torch.func.jacfwd(f)(x),
+    lambda f, x: torch.func.jacrev(f)(x),
+    lambda f, x: torch.func.vmap(f)(x),
+    lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    lambda f, x: torch.func.grad(lambda p: torch.func.functional_call(f, p, (x,)).square().sum())(
+        parameters_of(f)
+    ).popitem()[1],
+]
+
+
 def local_calls(rank: int, world_size: int) -> list[Any]:
-    ddp = DDP(net())
-    x = batch(rank).requires_grad_()
-    torch.autograd.grad(ddp(x).sum(), x)
-    step_after_grad = ddp.steps.engine.step
-    with torch.no_grad():
-        plain = ddp(x)
-    with torch.inference_mode():
-        inference = ddp(x)
-    values = {f"module.{n}": p.detach().clone() for n, p in ddp.module.named_parameters()}
-    called = torch.func.functional_call(ddp, values, (x,))
-    _, tangent = torch.func.jvp(ddp, (x.detach(),), (torch.ones_like(x),))
-    rows = torch.func.vmap(ddp)(x.detach())
-    reverse = torch.func.jacrev(ddp)(x.detach()[0])
-    forward = torch.func.jacfwd(ddp)(x.detach()[0])
-    torch.testing.assert_close(reverse, forward)
-    torch.testing.assert_close(tangent[0], forward.sum(1))
-    for other in (inference, called, rows):
-        torch.testing.assert_close(plain, other)
-    ddp(x).square().mean().backward()
-    return [step_after_grad, ddp.steps.engine.step, grads(ddp.module)]
+    """Not on threads: levels of torch's forward mode are global to a process."""
+    module = Scaled()
+    ddp = DDP(module)
+    for transform in TRANSFORMS:
+        theirs, ours = (transform(f, batch(rank)) for f in (module, ddp))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    before = ddp.steps.engine.step
+    run_backward(ddp, torch.distributed.group.WORLD)
+    return [before, ddp.steps.engine.step, grads(module)]
 
 
 def test_transforms_and_gradients_of_inputs_take_no_step(ranks: RankPool) -> None:
-    # Not on threads: levels of torch's forward mode are global to a process.
-    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
+    wanted = mean_of(2, lambda model, rank: (2 * model(batch(rank))).square().mean())
     for before, after, found in ranks.run(2, local_calls):
         assert (before, after) == (0, 1)
         assert_close(found, wanted)
 
 
-def switched(group: Any, forward_off: bool, backward_off: bool) -> bool:
-    """Return whether the gradients of one backward were synchronised."""
-    ddp = DDP(net(), process_group=group)
-    ddp.require_backward_grad_sync = not forward_off
-    loss = ddp(batch(rank_of(group))).square().mean()
-    ddp.require_backward_grad_sync = not backward_off
-    loss.backward()
-    return ddp.steps.engine.step == 1
-
-
-@pytest.mark.parametrize("forward_off", [False, True])
-@pytest.mark.parametrize("backward_off", [False, True])
-def test_both_passes_must_be_outside_of_no_sync(
-    launch: Launch, forward_off: bool, backward_off: bool
-) -> None:
-    expected = not forward_off and not backward_off
-    assert launch(2, switched, forward_off, backward_off) == [expected] * 2
-
-
-def bypassed(group: Any) -> list[Any]:
-    ddp = DDP(net(), process_group=group)
-    x = batch(rank_of(group))
-    ddp(x).square().mean().backward()
-    ddp.zero_grad()
-    if rank_of(group) == 0:  # a probe on one rank, before the step and after it
-        ddp.module(x).sum().backward()
+def test_a_graph_runs_again_after_an_abort() -> None:
+    def run(group: Any) -> dict[str, Any]:
+        model = FailsFirst()
+        ddp = DDP(model, process_group=group)
+        loss = ddp(batch(group.rank)).square().mean()
+        with failing(model, True):
+            loss.backward(retain_graph=True)
         ddp.zero_grad()
-    ddp(x).square().mean().backward()
-    synced = grads(ddp.module)
-    if rank_of(group) == 0:
-        ddp.module(x).sum().backward()
-    return [ddp.steps.engine.step, synced]
+        loss.backward()
+        assert ddp.steps.engine.step == 2
+        found = grads(model.net)
+        model(batch(group.rank)).sum().backward()  # of the module alone: no step
+        assert ddp.steps.engine.step == 2
+        return found
 
-
-def test_the_module_alone_takes_no_step(launch: Launch) -> None:
     wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for steps, found in launch(2, bypassed):
-        assert steps == 2
+    for found in fddp.loopback(2, run):
         assert_close(found, wanted)
 
 
-def aborted_and_run_again(group: Any) -> list[Any]:
-    """Steps after a graph was run again whose pass was aborted, and after a pass of the module."""
-    model = FailsFirst()
-    ddp = DDP(model, process_group=group)
-    loss = ddp(batch(rank_of(group))).square().mean()
-    with failing(model, True):
-        loss.backward(retain_graph=True)
-    ddp.zero_grad()
-    loss.backward()
-    found = [ddp.steps.engine.step, grads(model.net)]
-    model(batch(rank_of(group))).sum().backward()
-    return [*found, ddp.steps.engine.step]
+class WithWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight * x, self.weight
 
 
-@pytest.mark.filterwarnings("ignore:the step of an aborted backward")
-def test_a_graph_runs_again_after_an_abort(launch: Launch) -> None:
-    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for before, found, after in launch(2, aborted_and_run_again):
-        assert before == after == 2
-        assert_close(found, wanted)
+def test_leaf_outputs_take_a_step_and_keep_one_hook() -> None:
+    def run(group: Any) -> list[Any]:
+        ddp = DDP(WithWeight(), process_group=group)
+        hooks = []
+        for _ in range(3):
+            ddp.zero_grad()
+            _, weight = ddp(torch.ones(2))
+            hooks.append(len(weight._backward_hooks))
+        weight.sum().backward()
+        found = [*hooks, ddp.steps.engine.step, weight.grad.tolist()]
+        with torch.enable_grad():
+            ddp.steps.begin_forward()
+        return [*found, len(weight._backward_hooks)]
 
-
-def hooks_of_leaf_outputs(group: Any) -> list[Any]:
-    class WithWeight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.weight * x, self.weight
-
-    ddp = DDP(WithWeight(), process_group=group)
-    hooks = []
-    for _ in range(3):
-        ddp.zero_grad()
-        _, weight = ddp(torch.ones(2))
-        hooks.append(len(weight._backward_hooks))
-    weight.sum().backward()
-    found = [*hooks, ddp.steps.engine.step, weight.grad.tolist()]
-    with torch.enable_grad():
-        ddp.steps.begin_forward()
-    return [*found, len(weight._backward_hooks)]
-
-
-def test_leaf_outputs_take_a_step_and_keep_one_hook(launch: Launch) -> None:
-    assert launch(2, hooks_of_leaf_outputs) == [[1, 1, 1, 1, [1.0, 1.0], 0]] * 2
+    assert fddp.loopback(2, run) == [[1, 1, 1, 1, [1.0, 1.0], 0]] * 2
 
 
 def entered_in_backward(rank: int, world_size: int) -> list[str]:
@@ -456,16 +345,14 @@ def test_backward_enters_python_at_the_first_gradient_and_at_its_end(ranks: Rank
     assert ranks.run(1, entered_in_backward) == [["on_first_grad", "finish"]]
 
 
-def no_hooks(group: Any) -> bool:
-    ddp = DDP(net(), process_group=group)
-    ddp._remove_autograd_hooks()
-    loss = ddp(batch(rank_of(group))).square().mean()
-    loss.backward()
-    return ddp.steps.engine.step == 0
+def test_without_hooks_gradients_stay_local() -> None:
+    def run(group: Any) -> int:
+        ddp = DDP(net(), process_group=group)
+        ddp._remove_autograd_hooks()
+        run_backward(ddp, group)
+        return int(ddp.steps.engine.step)
 
-
-def test_without_hooks_gradients_stay_local(launch: Launch) -> None:
-    assert launch(2, no_hooks) == [True, True]
+    assert fddp.loopback(2, run) == [0, 0]
 
 
 @dataclasses.dataclass
@@ -479,7 +366,9 @@ class Holds:
 
 
 @pytest.mark.parametrize(
-    "wrap", [Wrapped, Holds, lambda t: {"a": (t,)}, lambda t: [t, t.detach()]], ids=range(4)
+    "wrap",
+    [lambda t: t, Wrapped, Holds, lambda t: {"a": (t,)}, lambda t: [t, t.detach()]],
+    ids=range(5),
 )
 def test_outputs_of_any_type_anchor_the_end(wrap: Callable[[Tensor], Any]) -> None:
     class Outer(nn.Module):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
+from tests.support.beside_stock import assert_same_as_stock
 from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.parity_models import UndefinedGradients
-from tests.support.ranks import Launch, RankPool
+from tests.support.ranks import RankPool
 from tests.support.wrapped_net import (
     DDP,
     TINY_CAP_MB,
-    WIDTH,
     assert_close,
     batch,
     grads,
@@ -28,49 +28,6 @@ from tests.support.wrapped_net import (
 )
 
 # Parameters
-
-
-def unfrozen(group: Any) -> list[Any]:
-    model = net()
-    model.layers["l1"].requires_grad_(False)
-    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    run_backward(ddp, group)
-    frozen = grads(model)
-    ddp.zero_grad()
-    model.layers["l1"].requires_grad_(True)
-    model.layers["l0"].requires_grad_(False)
-    run_backward(ddp, group)
-    both = [frozen, grads(model)]
-    ddp.zero_grad()
-    model.layers["l2"] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        for p in model.layers["l2"].parameters():
-            p.fill_(0.25)
-    for number in range(2):
-        ddp.zero_grad()
-        run_backward(ddp, group, number)
-    return [*both, grads(model), ddp.steps.engine.program.plan.paths]
-
-
-def test_frozen_unfrozen_and_replaced_parameters(launch: Launch) -> None:
-    def partly(frozen: str) -> dict[str, Any]:
-        model = net()
-        model.layers[frozen].requires_grad_(False)
-        (sum(model(batch(r)).square().mean() for r in range(2)) / 2).backward()
-        return grads(model)
-
-    replaced = net()
-    replaced.layers["l0"].requires_grad_(False)
-    replaced.layers["l2"] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        for p in replaced.layers["l2"].parameters():
-            p.fill_(0.25)
-    (sum(replaced(batch(r, 1)).square().mean() for r in range(2)) / 2).backward()
-    for first, second, third, paths in launch(2, unfrozen):
-        assert_close(first, partly("l1"))
-        assert_close(second, partly("l0"))
-        assert_close(third, grads(replaced))
-        assert "layers.l1.weight" in paths
 
 
 def unfrozen_on_one_rank(group: Any) -> tuple[str, list[str]]:
@@ -88,8 +45,8 @@ def unfrozen_on_one_rank(group: Any) -> tuple[str, list[str]]:
     return f"{type(caught.value).__name__}: {caught.value}", left
 
 
-def test_parameters_that_change_on_one_rank_are_an_error_on_all(launch: Launch) -> None:
-    (first, on_first), (second, on_second) = launch(2, unfrozen_on_one_rank)
+def test_parameters_that_change_on_one_rank_are_an_error_on_all() -> None:
+    (first, on_first), (second, on_second) = fddp.loopback(2, unfrozen_on_one_rank)
     assert on_first == on_second == []
     assert "the parameters of the wrapped module have changed on rank 0" in first
     assert "but not on rank 1" in first
@@ -120,8 +77,8 @@ def unfrozen_before_a_bad_batch(group: Any, place: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", ["input", "loss"])
-def test_failed_step_is_reported_after_parameters_changed(launch: Launch, place: str) -> None:
-    first, second = launch(2, unfrozen_before_a_bad_batch, place)
+def test_failed_step_is_reported_after_parameters_changed(place: str) -> None:
+    first, second = fddp.loopback(2, unfrozen_before_a_bad_batch, place)
     assert first[0] == (
         "PeerError: rank 1 failed at step 1: ValueError: no data here; no gradients were produced "
         "on any rank; the group is in step and can go on"
@@ -132,50 +89,41 @@ def test_failed_step_is_reported_after_parameters_changed(launch: Launch, place:
         assert_close(found, wanted)
 
 
-def undefined_after_unfreezing(group: Any) -> list[dict[str, Any]]:
-    """Gradients before and after a parameter is unfrozen; some of them are undefined."""
-    torch.manual_seed(0)
-    model = UndefinedGradients(by_batch=False)
-    model.last.requires_grad_(False)
-    ddp = DDP(model, process_group=group)
-    found = []
-    for frozen in (True, False):
-        model.last.requires_grad_(not frozen)
-        ddp.zero_grad()
-        run_backward(ddp, group)
-        found.append(grads(model))
-    return found
+def test_undefined_gradients_are_zeros_in_the_step_after_a_change() -> None:
+    def run(group: Any) -> None:
+        torch.manual_seed(0)
+        model = UndefinedGradients(by_batch=False)
+        ddp = DDP(model, process_group=group)
+        for frozen in (True, False):
+            model.last.requires_grad_(not frozen)
+            ddp.zero_grad()
+            run_backward(ddp, group)
+            found = grads(model)
+            for name in ("scales.1", "scales.3"):
+                assert not found[name].any()
+            assert (found["last.weight"] is None) == frozen
+
+    fddp.loopback(2, run)
 
 
-def test_undefined_gradients_are_zeros_in_the_step_after_a_change(launch: Launch) -> None:
-    for before, after in launch(2, undefined_after_unfreezing):
-        for name in ("scales.1", "scales.3"):
-            assert not before[name].any()
-            assert not after[name].any()
-        assert before["last.weight"] is None
-        assert after["last.weight"].any()
-
-
-def heads(group: Any) -> bool:
+def test_a_new_layer_is_noticed_at_any_address() -> None:
     """New heads in the place of old ones, which may get the address of those."""
-    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    trunk = nn.Sequential(model["body"], model["head"])
-    ddp = DDP(trunk, process_group=group)
-    for number in range(8):
-        ddp(torch.ones(1, 2) * (1 + rank_of(group))).sum().backward()
-        if ddp.module[1].weight.grad is None:
-            return False
-        ddp.zero_grad()
-        if number % 2 == rank_of(group):
-            _ballast = [nn.Linear(2, 2) for _ in range(3)]
-        del model["head"], trunk[1]
-        model["head"] = nn.Linear(2, 2)
-        trunk.append(model["head"])
-    return True
 
+    def run(group: Any) -> None:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        trunk = nn.Sequential(model["body"], model["head"])
+        ddp = DDP(trunk, process_group=group)
+        for number in range(8):
+            ddp(torch.ones(1, 2) * (1 + group.rank)).sum().backward()
+            assert ddp.module[1].weight.grad is not None
+            ddp.zero_grad()
+            if number % 2 == group.rank:
+                _ballast = [nn.Linear(2, 2) for _ in range(3)]
+            del model["head"], trunk[1]
+            model["head"] = nn.Linear(2, 2)
+            trunk.append(model["head"])
 
-def test_a_new_layer_is_noticed_at_any_address(launch: Launch) -> None:
-    assert launch(2, heads) == [True, True]
+    fddp.loopback(2, run)
 
 
 class Factor(torch.autograd.Function):
@@ -201,111 +149,83 @@ class FactorLayer(nn.Module):
         return Factor.apply(x, self.factor)
 
 
-def layer_replaced(rank: int, world_size: int) -> list[Any]:
-    """Per class: gradients after a layer was replaced by one with the same parameter."""
-    found = []
-    for wrapped in (StockDDP, DDP):
-        model = wrapped(nn.Sequential(FactorLayer(nn.Parameter(torch.ones(2)))))
-        engine = model.steps.engine if wrapped is DDP else None
-        model.module[0] = FactorLayer(model.module[0].factor)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(3 * rank, 2)).sum().backward()
-            seen.append(model.module[0].factor.grad.tolist())
-        found.append(seen)
-    return [*found, model.steps.engine is engine]
-
-
-def frozen_and_replaced(group: Any) -> list[Any]:
-    """Gradients after rank 1 froze a parameter and all ranks replaced its layer, and the engine."""
-    factors = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    model = DDP(
-        nn.Sequential(*map(FactorLayer, factors)),
-        process_group=group,
-        find_unused_parameters=True,
-    )
-    engine = model.steps.engine
-    seen = []
-    for step in range(3):
+def layer_replaced(ddp: Any, rank: int) -> Iterator[Any]:
+    """Gradients after a layer was replaced by one with the same parameter."""
+    model = ddp(nn.Sequential(FactorLayer(nn.Parameter(torch.ones(2)))))
+    engine = model.steps.engine if ddp is DDP else None
+    model.module[0] = FactorLayer(model.module[0].factor)
+    for _ in range(3):
         model.zero_grad()
-        factors[0].requires_grad_(step == 2 or rank_of(group) == 0)
-        model.module[1] = FactorLayer(factors[1])
-        model(torch.ones(2, 2)).sum().backward()
-        seen.append([factor.grad.tolist() for factor in factors if factor.grad is not None])
-    return [seen, model.steps.engine is engine]
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_a_frozen_parameter_stays_in_the_plan_if_modules_change(launch: Launch) -> None:
-    for seen, kept in launch(2, frozen_and_replaced):
-        assert seen == [[[1.0, 1.0], [2.0, 2.0]]] * 2 + [[[2.0, 2.0], [2.0, 2.0]]]
-        assert kept
+        model(torch.ones(3 * rank, 2)).sum().backward()
+        yield model.module[0].factor.grad.tolist()
+    assert ddp is not DDP or model.steps.engine is engine
 
 
 def test_other_modules_with_the_same_parameters_are_no_change(ranks: RankPool) -> None:
-    for stock, ours, kept in ranks.run(2, layer_replaced):
-        assert ours == stock == [[1.5, 1.5]] * 3
-        assert kept
+    assert_same_as_stock(ranks, layer_replaced)
 
 
-def parameters_of_hooks(group: Any) -> set[tuple[int, ...]]:
-    seen: set[tuple[int, ...]] = set()
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_a_frozen_parameter_stays_in_the_plan_if_modules_change() -> None:
+    """Rank 1 freezes a parameter, and all ranks replace its layer."""
 
-    def hook(state: Any, bucket: Any) -> Any:
-        seen.add(tuple(id(p) for p in bucket.parameters()))
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+    def run(group: Any) -> list[Any]:
+        factors = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+        model = DDP(
+            nn.Sequential(*map(FactorLayer, factors)),
+            process_group=group,
+            find_unused_parameters=True,
+        )
+        engine = model.steps.engine
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            factors[0].requires_grad_(step == 2 or group.rank == 0)
+            model.module[1] = FactorLayer(factors[1])
+            model(torch.ones(2, 2)).sum().backward()
+            seen.append([factor.grad.tolist() for factor in factors if factor.grad is not None])
+        assert model.steps.engine is engine
+        return seen
 
-    model = net()
-    model.layers["l2"].requires_grad_(False)
-    ddp = DDP(model, process_group=group)
-    ddp.register_comm_hook(None, hook)
-    ddp(batch(0)).square().mean().backward()
-    model.layers["l2"].requires_grad_(True)
-    ddp(batch(0)).square().mean().backward()
-    ids = {id(p): n for n, p in model.named_parameters()}
-    return {tuple(sorted(ids[i] for i in found)) for found in seen}
+    due = [[[1.0, 1.0], [2.0, 2.0]]] * 2 + [[[2.0, 2.0], [2.0, 2.0]]]
+    assert fddp.loopback(2, run) == [due] * 2
 
 
-def test_hooks_see_the_parameters_as_they_are(launch: Launch) -> None:
-    every = tuple(sorted(n for n, _ in net().named_parameters()))
-    for seen in launch(2, parameters_of_hooks):
-        assert every in seen
+def test_hooks_see_the_parameters_as_they_are() -> None:
+    def run(group: Any) -> None:
+        seen: set[int] = set()
+
+        def hook(state: Any, bucket: Any) -> Any:
+            seen.update(map(id, bucket.parameters()))
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model = net()
+        model.layers["l2"].requires_grad_(False)
+        ddp = DDP(model, process_group=group)
+        ddp.register_comm_hook(None, hook)
+        for frozen in (True, False):
+            model.layers["l2"].requires_grad_(not frozen)
+            run_backward(ddp, group)
+            assert seen == {id(p) for p in model.parameters() if p.requires_grad}
+
+    fddp.loopback(2, run)
 
 
 # The start
 
 
-def start(group: Any) -> list[Any]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model[1].running_mean += rank_of(group)
-    tied = nn.ModuleList([model, model[0]])
-    DDP(tied, process_group=group)
-    return [p.tolist() for p in (*model.parameters(), *model.buffers())]
+def test_parameters_and_buffers_start_as_rank_zeros() -> None:
+    def run(group: Any) -> list[Any]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].running_mean += group.rank
+        tied = nn.ModuleList([model, model[0]])
+        DDP(tied, process_group=group)
+        return [p.tolist() for p in (*model.parameters(), *model.buffers())]
 
-
-def test_parameters_and_buffers_start_as_rank_zeros(launch: Launch) -> None:
-    first, second = launch(2, start)
+    first, second = fddp.loopback(2, run)
     assert first == second
-
-
-def other_shapes(group: Any, what: str) -> str:
-    width = WIDTH + rank_of(group) if what == "shape" else WIDTH
-    layers = [
-        nn.Linear(WIDTH, width) for _ in range(1 + (rank_of(group) if what == "count" else 0))
-    ]
-    with pytest.raises(fddp.PlanMismatchError) as caught:
-        DDP(nn.Sequential(*layers), process_group=group)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["shape", "count"])
-def test_ranks_that_differ_are_an_error_on_all(launch: Launch, what: str) -> None:
-    for text in launch(2, other_shapes, what):
-        assert "rank 0 has" in text
-        assert "rank 1 has" in text
 
 
 # Buffers
@@ -323,42 +243,24 @@ class Scaled(nn.Module):
         return x * self.weight * self.scale
 
 
-def two_forwards(group: Any) -> list[Any]:
-    model = Scaled(rank_of(group))
-    ddp = DDP(model, process_group=group)
-    before = model.scale
-    one = ddp(torch.ones(1))
-    is_same = model.scale is before
-    if rank_of(group) == 0:
-        model.scale = torch.tensor([5.0])  # reassigned: rank 1 gets it, too
-    two = ddp(torch.ones(1))
-    (one + two).sum().backward()
-    return [is_same, model.scale.item(), model.weight.grad.item()]
+def test_a_second_forward_does_not_overwrite_saved_tensors() -> None:
+    def run(group: Any) -> None:
+        model = Scaled(group.rank)
+        ddp = DDP(model, process_group=group)
+        before = model.scale
+        one = ddp(torch.ones(1))
+        assert model.scale is before
+        if group.rank == 0:
+            model.scale = torch.tensor([5.0])  # reassigned: rank 1 gets it, too
+        two = ddp(torch.ones(1))
+        (one + two).sum().backward()
+        assert model.scale.item() == 5.0
+        assert model.weight.grad.item() == 7.0
 
-
-def test_a_second_forward_does_not_overwrite_saved_tensors(launch: Launch) -> None:
-    assert launch(2, two_forwards) == [[True, 5.0, 7.0], [True, 5.0, 7.0]]
+    fddp.loopback(2, run)
 
 
 # Wrappers
-
-
-def wrapped_again(group: Any) -> dict[str, Any]:
-    model = net()
-    for _ in range(3):
-        ddp = DDP(model, process_group=group)
-        run_backward(ddp, group)
-        ddp.zero_grad()
-        del ddp
-    ddp = DDP(model, process_group=group)
-    run_backward(ddp, group)
-    return grads(model)
-
-
-def test_a_module_can_be_wrapped_again(launch: Launch) -> None:
-    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for found in launch(2, wrapped_again):
-        assert_close(found, wanted)
 
 
 def other_group(rank: int, world_size: int) -> list[Any]:
@@ -421,9 +323,7 @@ def converted(group: Any, options: dict[str, Any]) -> list[Any]:
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": TINY_CAP_MB}],
     ids=["default", "views", "small caps"],
 )
-def test_gradients_have_the_strides_of_changed_parameters(
-    launch: Launch, options: dict[str, Any]
-) -> None:
+def test_gradients_have_the_strides_of_changed_parameters(options: dict[str, Any]) -> None:
     module = Convolutions()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for step in range(7):
@@ -432,7 +332,7 @@ def test_gradients_have_the_strides_of_changed_parameters(
             (module(rand(2, 3, 6, 6, seed=10 * step + rank)).square().sum() / 2).backward()
         if step < 5:
             optimizer.step()
-    for params, found, strides in launch(2, converted, options):
+    for params, found, strides in fddp.loopback(2, converted, options):
         for name, param in module.named_parameters():
             torch.testing.assert_close(params[name], param.detach())
             torch.testing.assert_close(found[name], param.grad)

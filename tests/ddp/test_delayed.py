@@ -17,7 +17,6 @@ from fddp.ddp.delayed_all_reduce import Delayed
 from tests.support.endings import ending
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
-from tests.support.ranks import Launch
 
 
 def at_end_of_backward(what: Any) -> None:
@@ -61,10 +60,10 @@ def own_grads(rank: int, numbers: list[int]) -> dict[str, Tensor | None]:
     return grads(module)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_mean_over_ranks(launch: Launch, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_mean_over_ranks(world_size: int) -> None:
     own = [own_grads(rank, [0]) for rank in range(world_size)]
-    for rank, (result, parameters) in enumerate(launch(world_size, one_step)):
+    for rank, (result, parameters) in enumerate(fddp.loopback(world_size, one_step)):
         for name, grad in result.items():
             if name.startswith("0."):
                 assert same_bits([grad, own[rank][name]])
@@ -88,9 +87,9 @@ def one_step(group: Any) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
     return grads(module), {n: p.detach() for n, p in module.named_parameters()}
 
 
-def test_gradients_gather_until_the_trigger_has_its_own(launch: Launch) -> None:
+def test_gradients_gather_until_the_trigger_has_its_own() -> None:
     own = [own_grads(rank, [0, 1, 2]) for rank in range(2)]
-    for result, averages in launch(2, three_backwards):
+    for result, averages in fddp.loopback(2, three_backwards):
         assert averages == [0, 0, 1]
         for name in ("1.weight", "1.bias", "2.weight", "2.bias"):
             first, second = own[0][name], own[1][name]
@@ -119,55 +118,51 @@ def three_backwards(group: Any) -> tuple[dict[str, Tensor | None], list[int]]:
 
 
 def test_gradients_keep_their_tensors() -> None:
-    assert fddp.loopback(2, keeps) == [True, True]
+    def run(group: Any) -> None:
+        module = model(group.rank)
+        delayed = delayed_of(module, group)
+        loss(module, group.rank, 0).backward()
+        first = module[1].weight.grad
+        loss(module, group.rank, 1).backward()
+        delayed.close()
+        assert module[1].weight.grad is first
 
-
-def keeps(group: Any) -> bool:
-    module = model(group.rank)
-    delayed = delayed_of(module, group)
-    loss(module, group.rank, 0).backward()
-    first = module[1].weight.grad
-    loss(module, group.rank, 1).backward()
-    delayed.close()
-    return module[1].weight.grad is first
+    fddp.loopback(2, run)
 
 
 def test_a_rank_without_some_gradient_gets_the_mean() -> None:
-    for grad in fddp.loopback(2, partly):
-        assert grad.tolist() == [[1.0, 1.0]]
+    def run(group: Any) -> Any:
+        module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+        for layer in module:
+            nn.init.ones_(layer.weight)
+        named = [("1", module[1].weight)]
+        delayed = Delayed(named, module[0].weight, group, at_end=at_end_of_backward)
+        total = module[0](torch.ones(1, 2)).sum()
+        if group.rank == 1:
+            total = total + module[1](torch.full((1, 2), 2.0)).sum()
+        total.backward()
+        delayed.close()
+        return module[1].weight.grad.tolist()
 
-
-def partly(group: Any) -> Any:
-    module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
-    for layer in module:
-        nn.init.ones_(layer.weight)
-    delayed = Delayed([("1", module[1].weight)], module[0].weight, group, at_end=at_end_of_backward)
-    total = module[0](torch.ones(1, 2)).sum()
-    if group.rank == 1:
-        total = total + module[1](torch.full((1, 2), 2.0)).sum()
-    total.backward()
-    delayed.close()
-    return module[1].weight.grad
+    assert fddp.loopback(2, run) == [[[1.0, 1.0]]] * 2
 
 
 def test_sparse_gradients() -> None:
-    for grad in fddp.loopback(2, sparse):
-        assert grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0.0]
+    def run(group: Any) -> Any:
+        words, out = nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1, bias=False)
+        nn.init.ones_(out.weight)
+        delayed = Delayed(
+            [("words", words.weight)],
+            out.weight,
+            group,
+            sparse=["words", "of another module"],
+            at_end=at_end_of_backward,
+        )
+        out(words(torch.tensor([group.rank]))).sum().backward()
+        delayed.close()
+        return words.weight.grad.to_dense()[:, 0].tolist()
 
-
-def sparse(group: Any) -> Any:
-    words, out = nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1, bias=False)
-    nn.init.ones_(out.weight)
-    delayed = Delayed(
-        [("words", words.weight)],
-        out.weight,
-        group,
-        sparse=["words", "of another module"],
-        at_end=at_end_of_backward,
-    )
-    out(words(torch.tensor([group.rank]))).sum().backward()
-    delayed.close()
-    return words.weight.grad
+    assert fddp.loopback(2, run) == [[0.5, 0.5, 0.0]] * 2
 
 
 def test_a_trigger_without_gradient_is_refused() -> None:
@@ -183,16 +178,14 @@ def test_a_trigger_without_gradient_is_refused() -> None:
     assert "param_to_hook_all_reduce, of shape (3,), does not require a gradient" in end.text
 
 
-def test_ranks_must_delay_the_same_parameters(launch: Launch) -> None:
-    for end in launch(2, unlike):
-        assert end.kinds[0] == "PlanMismatchError"
+def test_ranks_must_delay_the_same_parameters() -> None:
+    def run(group: Any) -> str:
+        module = nn.Linear(2, 1 + group.rank)
+        named = module.named_parameters()
+        end = ending(lambda: Delayed(named, module.weight, group, at_end=at_end_of_backward))
+        return end.kinds[0]
 
-
-def unlike(group: Any) -> Any:
-    module = nn.Linear(2, 1 + rank_of(group))
-    return ending(
-        lambda: Delayed(module.named_parameters(), module.weight, group, at_end=at_end_of_backward)
-    )
+    assert fddp.loopback(2, run) == ["PlanMismatchError"] * 2
 
 
 def test_parameters_do_not_keep_it_alive() -> None:

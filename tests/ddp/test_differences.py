@@ -263,16 +263,20 @@ def test_modules_that_differ_are_refused_on_all_ranks() -> None:
         modules = (
             sparse_module(rank, is_buffer=True, only=True),
             nn.Linear(2, 2, bias=rank == 0),
+            nn.Linear(2, 2 + rank),
         )
         return [
             ending(partial(fddp.DistributedDataParallel, module, process_group=group))
             for module in modules
         ]
 
-    for sparse, uneven in fddp.loopback(2, run):
+    for sparse, uneven, wide in fddp.loopback(2, run):
         assert sparse.kinds[0] == "PlanMismatchError"
         assert "and torch.float32 (2, 2), torch.sparse_coo on rank 1" in sparse.text
         assert "_set_params_and_buffers_to_ignore_for_model of a wrapped module" in uneven.text
+        for end in (uneven, wide):
+            assert "rank 0 has" in end.text
+            assert "rank 1 has" in end.text
 
 
 def alone(rank: int, world_size: int) -> str:

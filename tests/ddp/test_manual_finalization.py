@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
+from fddp.native.buffer_pool import BufferPool
 from tests.support.backward_calls import call_in_backward
-from tests.support.groups import rank_of
-from tests.support.ranks import Launch, RankPool, launch_fixture
+from tests.support.beside_stock import assert_same_as_stock
+from tests.support.ranks import RankPool
 from tests.support.wrapped_net import DDP, TINY_CAP_MB, batch, grads, net, run_backward
 
-launch = launch_fixture("c10d", "shm", "loopback")
-is_new_torch = pytest.mark.skipif(
-    not hasattr(StockDDP, "finalize_backward"), reason="new in torch 2.15"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 STEPS = 4
 
 
@@ -40,11 +38,17 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert found[name] is grad or torch.equal(found[name], grad), name
+
+
 # The same gradients
 
 
 def train(
-    group: Any, options: dict[str, Any], is_manual: bool, keeps_grads: bool
+    group: Any, options: dict[str, Any], is_manual: bool, keeps_grads: bool = False
 ) -> list[dict[str, Tensor | None]]:
     arguments = {name: value for name, value in options.items() if name != "hook"}
     ddp = DDP(net(), process_group=group, **arguments)
@@ -81,198 +85,156 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("keeps_grads", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_gradients_have_the_same_bits(
-    launch: Launch, options: dict[str, Any], keeps_grads: bool
-) -> None:
+def test_gradients_have_the_same_bits(options: dict[str, Any], keeps_grads: bool) -> None:
     plain = {key: value for key, value in options.items() if key != "lazy_bucket_allocation"}
-    wanted = launch(2, train, plain, False, keeps_grads)
-    for found, usual in zip(launch(2, train, options, True, keeps_grads), wanted, strict=True):
-        for step, (mine, other) in enumerate(zip(found, usual, strict=True)):
-            assert mine.keys() == other.keys()
-            assert all(torch.equal(mine[name], other[name]) for name in mine), step
+    wanted = fddp.loopback(2, train, plain, False, keeps_grads)
+    found = fddp.loopback(2, train, options, True, keeps_grads)
+    for mine, other in zip(found, wanted, strict=True):
+        for step in range(STEPS):
+            assert_equal(mine[step], other[step])
 
 
 # Open steps
 
 
-def sent_before_finalization(group: Any, in_step: bool) -> list[bool]:
-    """Per bucket, whether its all-reduce is under way when backward has returned."""
-    ddp = manual(group, bucket_cap_mb=TINY_CAP_MB)
-    found: list[bool] = []
-    for step in range(2):
-        if in_step:
-            with ddp.in_step():
-                run_backward(ddp, group, step)
-                found = launched(ddp)
-                ddp.finalize_backward()
-        else:
-            run_backward(ddp, group, step)
-            found = launched(ddp)
-            ddp.finalize_backward()
-    return found
-
-
-def launched(ddp: Any) -> list[bool]:
-    return [not math.isnan(bucket.launch_s) for bucket in ddp.steps.runner.step.buckets]
-
-
 @pytest.mark.parametrize("in_step", [False, True])
-def test_the_last_bucket_is_sent_when_backward_ends(launch: Launch, in_step: bool) -> None:
-    for found in launch(2, sent_before_finalization, in_step):
-        assert len(found) > 2
-        assert found == [True] * (len(found) - 1) + [not in_step]
+def test_the_last_bucket_is_sent_when_backward_ends(in_step: bool) -> None:
+    def run(group: Any) -> None:
+        ddp = manual(group, bucket_cap_mb=TINY_CAP_MB)
 
-
-def refused_while_open(group: Any) -> list[str]:
-    ddp = manual(group)
-    run_backward(ddp, group)
-    with torch.no_grad():
-        ddp(batch(rank_of(group)))
-    said = [refusal(lambda: ddp(batch(0)))]
-    with ddp.no_sync():
-        said.append(refusal(lambda: ddp(batch(0))))
-    said.append(refusal(ddp._check_reducer_finalized))
-    said.append(refusal(lambda: setattr(ddp, "require_manual_backward_finalization", False)))
-    ddp.finalize_backward()
-    run_backward(ddp, group)
-    ddp.finalize_backward()
-    return said
-
-
-def test_a_forward_pass_needs_the_step_before_it_closed(launch: Launch) -> None:
-    for forward, in_no_sync, check, setter in launch(2, refused_while_open):
-        assert forward.startswith("RuntimeError: Expected to have finalized the prior backward")
-        assert forward == in_no_sync == check
-        assert setter.startswith("RuntimeError: require_manual_backward_finalization cannot change")
-
-
-def calls_without_a_step(group: Any) -> list[str]:
-    ddp = DDP(net(), process_group=group)
-    said = [refusal(ddp.finalize_backward)]
-    ddp.require_manual_backward_finalization = True
-    said.append(refusal(ddp.finalize_backward))
-    loss = ddp(batch(0)).sum()
-    ddp.require_manual_backward_finalization = True  # as it is
-    said.append(refusal(lambda: setattr(ddp, "require_manual_backward_finalization", False)))
-    said.append(refusal(ddp.finalize_backward))
-    loss.backward()
-    ddp.finalize_backward()
-    said.append(refusal(ddp.finalize_backward))
-    with ddp.no_sync():
-        run_backward(ddp, group)
-        said.append(refusal(ddp.finalize_backward))
-    ddp.require_manual_backward_finalization = False
-    run_backward(ddp, group)
-    return said
-
-
-def test_calls_without_a_step_are_refused(launch: Launch) -> None:
-    for off, unused, setter, forward, again, in_no_sync in launch(2, calls_without_a_step):
-        assert off.startswith("RuntimeError: finalize_backward() was called, but manual backward")
-        assert setter.startswith("RuntimeError: require_manual_backward_finalization cannot change")
-        for said in (unused, forward, again, in_no_sync):
-            assert "no step requires finalization" in said
-
-
-def two_passes(group: Any) -> tuple[str, list[dict[str, Any]]]:
-    """A second pass through an output is refused, and leaves the first alone."""
-    ddp = manual(group)
-    first, second = (ddp(batch(rank_of(group), step)).square().mean() for step in (0, 1))
-    first.backward()
-    said = refusal(second.backward)
-    ddp.finalize_backward()
-    return said, [grads(ddp.module), *train(group, {}, False, False)[:1]]
-
-
-def test_a_second_pass_is_refused(launch: Launch) -> None:
-    for said, (found, wanted) in launch(2, two_passes):
-        assert said.startswith("RuntimeError: Expected to have finalized the prior backward pass")
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def left_out(group: Any) -> tuple[str, bool]:
-    ddp = manual(group)
-    run_backward(ddp, group)
-    ddp.module(batch(0)).sum().backward()
-    said = refusal(ddp.finalize_backward)
-    ddp.zero_grad()
-    run_backward(ddp, group)
-    ddp.finalize_backward()
-    return said, all(grad is not None for grad in grads(ddp.module).values())
-
-
-def test_gradients_of_no_step_are_an_error(launch: Launch) -> None:
-    for said, goes_on in launch(2, left_out):
-        assert "gradients arrived between a backward pass and its finalize_backward()" in said
-        assert goes_on
-
-
-# Within backward
-
-
-def in_a_hook(group: Any) -> tuple[list[bool], list[bool], bool]:
-    """Finalize at the last gradient before that of the input, where that is allowed."""
-    ddp = manual(group, bucket_cap_mb=TINY_CAP_MB)
-    later, early, same = [], [], True
-    for step in range(3):
-        ddp.zero_grad()
-        x = batch(rank_of(group), step).requires_grad_()
-        done: list[dict[str, Any]] = []
-
-        def finalize(done: list[dict[str, Any]] = done) -> None:
+        def step(number: int) -> None:
+            run_backward(ddp, group, number)
+            if number:  # once the plan has the order of arrival
+                times_s = ddp.steps.runner.step.executor.launch_s()
+                launched = [not math.isnan(time_s) for time_s in times_s]
+                assert len(launched) > 2
+                assert launched == [True] * (len(launched) - 1) + [not in_step]
             ddp.finalize_backward()
-            done.append(grads(ddp.module))
 
-        late = []
-        inputs = call_in_backward(x, lambda late=late, f=finalize: None if late else f())
-        loss = ddp(inputs).square().mean()
-        later.append(ddp.should_finalize_after_backward)
-        late += [True] * later[-1]
-        loss.backward()
-        early.append(bool(done))
-        if late:
-            finalize()
-        same = same and all(torch.equal(done[0][n], g) for n, g in grads(ddp.module).items())
-    return later, early, same
+        for number in range(2):
+            if in_step:
+                with ddp.in_step():
+                    step(number)
+            else:
+                step(number)
+
+    fddp.loopback(2, run)
 
 
-def test_a_hook_may_finalize_within_backward(launch: Launch) -> None:
-    for later, early, same in launch(2, in_a_hook):
-        assert later == [True, False, False]
-        assert early == [False, True, True]
-        assert same
+def test_a_forward_pass_needs_the_step_before_it_closed() -> None:
+    def run(group: Any) -> None:
+        ddp = manual(group)
+        run_backward(ddp, group)
+        with torch.no_grad():
+            ddp(batch(group.rank))
+        forward = refusal(lambda: ddp(batch(0)))
+        assert forward.startswith("RuntimeError: Expected to have finalized the prior backward")
+        with ddp.no_sync():
+            assert refusal(lambda: ddp(batch(0))) == forward
+        assert refusal(ddp._check_reducer_finalized) == forward
+        setter = refusal(lambda: setattr(ddp, "require_manual_backward_finalization", False))
+        assert setter.startswith("RuntimeError: require_manual_backward_finalization cannot change")
+        ddp.finalize_backward()
+        run_backward(ddp, group)
+        ddp.finalize_backward()
+
+    fddp.loopback(2, run)
 
 
-def too_early(group: Any) -> tuple[str, list[dict[str, Any]]]:
-    ddp, said = manual(group), []
-    x = batch(rank_of(group))
-    hidden = ddp(x)
-    for layer in ddp.module.layers.values():
-        layer.weight.register_post_accumulate_grad_hook(
-            lambda _: said.append(refusal(ddp.finalize_backward))
-        )
-    hidden.square().mean().backward()
-    ddp.finalize_backward()
-    return said[0], [grads(ddp.module), *train(group, {}, False, False)[:1]]
-
-
-def test_a_hook_that_finalizes_too_early_is_refused(launch: Launch) -> None:
-    for said, (found, wanted) in launch(2, too_early):
-        assert "was called before all parameters had their gradients: layers.l0." in said
-        assert "should_finalize_after_backward" in said
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def when_to_finalize(group: Any, options: dict[str, Any], through: tuple[int, ...]) -> list[bool]:
-    ddp, found = manual(group, **options), []
-    for step in range(3):
-        loss = ddp(batch(rank_of(group), step), through=through).square().mean()
-        found.append(ddp.should_finalize_after_backward)
+def test_calls_without_a_step_are_refused() -> None:
+    def run(group: Any) -> None:
+        ddp = DDP(net(), process_group=group)
+        said = refusal(ddp.finalize_backward)
+        assert said.startswith("RuntimeError: finalize_backward() was called, but manual backward")
+        ddp.require_manual_backward_finalization = True
+        unused = [refusal(ddp.finalize_backward)]
+        loss = ddp(batch(0)).sum()
+        ddp.require_manual_backward_finalization = True  # as it is
+        setter = refusal(lambda: setattr(ddp, "require_manual_backward_finalization", False))
+        assert setter.startswith("RuntimeError: require_manual_backward_finalization cannot change")
+        unused.append(refusal(ddp.finalize_backward))
         loss.backward()
         ddp.finalize_backward()
-    ddp.require_manual_backward_finalization = False
-    return [*found, ddp.should_finalize_after_backward]
+        unused.append(refusal(ddp.finalize_backward))
+        with ddp.no_sync():
+            run_backward(ddp, group)
+            unused.append(refusal(ddp.finalize_backward))
+        ddp.require_manual_backward_finalization = False
+        run_backward(ddp, group)
+        assert all("no step requires finalization" in text for text in unused)
+
+    fddp.loopback(2, run)
+
+
+def test_passes_that_do_not_belong_to_the_step_are_refused() -> None:
+    """A second pass, a hook that finalizes before it may, and a pass of the module alone. The
+    first two leave the step alone."""
+
+    def run(group: Any) -> None:
+        wanted = train(group, {}, False)[0]
+        ddp = manual(group)
+        first, second = (ddp(batch(group.rank, step)).square().mean() for step in (0, 1))
+        first.backward()
+        said = refusal(second.backward)
+        assert said.startswith("RuntimeError: Expected to have finalized the prior backward pass")
+        ddp.finalize_backward()
+        assert_equal(grads(ddp.module), wanted)
+
+        ddp, early = manual(group), []
+        hidden = ddp(batch(group.rank))
+        for layer in ddp.module.layers.values():
+            layer.weight.register_post_accumulate_grad_hook(
+                lambda _: early.append(refusal(ddp.finalize_backward))
+            )
+        hidden.square().mean().backward()
+        ddp.finalize_backward()
+        assert "was called before all parameters had their gradients: layers.l0." in early[0]
+        assert "should_finalize_after_backward" in early[0]
+        assert_equal(grads(ddp.module), wanted)
+
+        ddp = manual(group)
+        run_backward(ddp, group)
+        ddp.module(batch(0)).sum().backward()
+        said = refusal(ddp.finalize_backward)
+        assert "gradients arrived between a backward pass and its finalize_backward()" in said
+        ddp.zero_grad()
+        run_backward(ddp, group)
+        ddp.finalize_backward()
+        assert_equal(grads(ddp.module), wanted)
+
+    fddp.loopback(2, run)
+
+
+def test_a_hook_may_finalize_within_backward() -> None:
+    """At the last gradient before that of the input, where that is allowed."""
+
+    def run(group: Any) -> None:
+        ddp = manual(group, bucket_cap_mb=TINY_CAP_MB)
+        for step in range(3):
+            ddp.zero_grad()
+            done: list[dict[str, Any]] = []
+            late: list[bool] = []
+
+            def finalize(done: list[dict[str, Any]] = done) -> None:
+                ddp.finalize_backward()
+                done.append(grads(ddp.module))
+
+            x = batch(group.rank, step).requires_grad_()
+            inputs = call_in_backward(x, lambda late=late, f=finalize: None if late else f())
+            loss = ddp(inputs).square().mean()
+            is_late = ddp.should_finalize_after_backward
+            assert is_late == (step == 0)
+            late += [True] * is_late
+            loss.backward()
+            assert bool(done) != is_late
+            if is_late:
+                finalize()
+            assert_equal(done[0], grads(ddp.module))
+
+    fddp.loopback(2, run)
+
+
+MIXED = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -281,173 +243,160 @@ def when_to_finalize(group: Any, options: dict[str, Any], through: tuple[int, ..
         ({}, (0, 1, 2), [True, False, False, False]),
         ({"static_graph": True}, (0, 2), [True, True, True, False]),
         ({"find_unused_parameters": True}, (0, 1, 2), [True, True, True, False]),
-        (
-            {
-                "mixed_precision": torch.nn.parallel.distributed._MixedPrecision(
-                    param_dtype=torch.float64
-                )
-            },
-            (0, 1, 2),
-            [True, True, True, False],
-        ),
+        ({"mixed_precision": MIXED}, (0, 1, 2), [True, True, True, False]),
     ],
     ids=["plain", "unused", "find unused", "mixed"],
 )
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 def test_when_to_finalize(
-    launch: Launch, options: dict[str, Any], through: tuple[int, ...], wanted: list[bool]
+    options: dict[str, Any], through: tuple[int, ...], wanted: list[bool]
 ) -> None:
-    for found in launch(2, when_to_finalize, options, through):
-        assert found == wanted
+    def run(group: Any) -> list[bool]:
+        ddp, found = manual(group, **options), []
+        for step in range(3):
+            loss = ddp(batch(group.rank, step), through=through).square().mean()
+            found.append(ddp.should_finalize_after_backward)
+            loss.backward()
+            ddp.finalize_backward()
+        ddp.require_manual_backward_finalization = False
+        return [*found, ddp.should_finalize_after_backward]
+
+    assert fddp.loopback(2, run) == [wanted] * 2
 
 
 # Failures and uneven inputs
 
 
-def fails_in_between(group: Any, in_step: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Rank 1 raises after backward, before it would finalize."""
-    ddp, rank = manual(group), rank_of(group)
-
-    def step() -> None:
-        run_backward(ddp, group)
-        if rank == 1:
-            raise ValueError("no update here")
-        ddp.finalize_backward()
-
-    def whole_step() -> None:
-        with ddp.in_step():
-            step()
-
-    said = refusal(whole_step if in_step else step)
-    if rank == 1 and not in_step:
-        ddp.finalize_backward()
-    found = [grads(ddp.module)]
-    ddp.zero_grad()
-    run_backward(ddp, group)
-    ddp.finalize_backward()
-    return said, [*found, grads(ddp.module)]
-
-
 @pytest.mark.parametrize("in_step", [False, True])
-def test_exceptions_before_finalization(launch: Launch, in_step: bool) -> None:
-    (said, good), (own, _) = launch(2, fails_in_between, in_step)
+def test_exceptions_before_finalization(in_step: bool) -> None:
+    """Rank 1 raises after backward, before it would finalize."""
+
+    def run(group: Any) -> tuple[str, list[dict[str, Any]]]:
+        ddp = manual(group)
+
+        def step() -> None:
+            run_backward(ddp, group)
+            if group.rank == 1:
+                raise ValueError("no update here")
+            ddp.finalize_backward()
+
+        def whole_step() -> None:
+            with ddp.in_step():
+                step()
+
+        said = refusal(whole_step if in_step else step)
+        if group.rank == 1 and not in_step:
+            ddp.finalize_backward()
+        found = [grads(ddp.module)]
+        ddp.zero_grad()
+        run_backward(ddp, group)
+        ddp.finalize_backward()
+        return said, [*found, grads(ddp.module)]
+
+    (said, good), (own, _) = fddp.loopback(2, run)
     assert own == "ValueError: no update here"
     if in_step:
         assert said.startswith("PeerError: ")
-        assert "ValueError: no update here" in said
+        assert own in said
         assert set(good[0].values()) == {None}
     else:
         assert said == ""
-        assert all(torch.equal(good[0][name], good[1][name]) for name in good[0])
+        assert_equal(*good)
 
 
-def uneven(group: Any, is_manual: bool) -> list[dict[str, Any]]:
-    ddp = DDP(net(), process_group=group)
-    ddp.require_manual_backward_finalization = is_manual
-    found = []
-    with ddp.join():
-        for step in range(3 - rank_of(group)):
-            ddp.zero_grad()
-            run_backward(ddp, group, step)
-            if is_manual:
-                ddp.finalize_backward()
-            found.append(grads(ddp.module))
-    return found
+def test_uneven_inputs() -> None:
+    def run(group: Any, is_manual: bool) -> list[dict[str, Any]]:
+        ddp = DDP(net(), process_group=group)
+        ddp.require_manual_backward_finalization = is_manual
+        found = []
+        with ddp.join():
+            for step in range(3 - group.rank):
+                ddp.zero_grad()
+                run_backward(ddp, group, step)
+                if is_manual:
+                    ddp.finalize_backward()
+                found.append(grads(ddp.module))
+        return found
 
-
-def test_uneven_inputs(launch: Launch) -> None:
-    for found, wanted in zip(launch(2, uneven, True), launch(2, uneven, False), strict=True):
-        assert [list(map(str, one.values())) for one in found] == [
-            list(map(str, one.values())) for one in wanted
-        ]
+    for found, wanted in zip(
+        fddp.loopback(2, run, True), fddp.loopback(2, run, False), strict=True
+    ):
+        for mine, other in zip(found, wanted, strict=True):
+            assert_equal(mine, other)
 
 
 # Copies, and options that exclude it
 
 
-def test_copies_keep_the_setting(ranks: RankPool) -> None:
-    for found in ranks.run(2, copied):
-        assert found == (True, True)
-
-
 def copied(rank: int, world_size: int) -> tuple[bool, bool]:
-    ddp = manual(None, lazy_bucket_allocation=True)
-    other = copy.deepcopy(ddp)
+    other = copy.deepcopy(manual(None, lazy_bucket_allocation=True))
     return other.require_manual_backward_finalization, other.lazy_bucket_allocation
 
 
-def all_delayed(group: Any) -> tuple[str, str, bool]:
-    module = net()
-    named = list(module.named_parameters())
-    ddp = DDP(
-        module,
-        process_group=group,
-        delay_all_reduce_named_params=named,
-        param_to_hook_all_reduce=named[0][1],
-    )
-    ddp.require_manual_backward_finalization = False
-    setter = refusal(lambda: setattr(ddp, "require_manual_backward_finalization", True))
-    return setter, refusal(ddp.finalize_backward), ddp.should_finalize_after_backward
+def test_copies_keep_the_setting(ranks: RankPool) -> None:
+    assert ranks.run(1, copied) == [(True, True)]
 
 
-def test_delayed_parameters_alone_are_refused(launch: Launch) -> None:
-    for setter, call, late in launch(2, all_delayed):
-        assert setter == call
+def test_delayed_parameters_alone_are_refused() -> None:
+    def run(group: Any) -> None:
+        module = net()
+        named = list(module.named_parameters())
+        ddp = DDP(
+            module,
+            process_group=group,
+            delay_all_reduce_named_params=named,
+            param_to_hook_all_reduce=named[0][1],
+        )
+        ddp.require_manual_backward_finalization = False
+        setter = refusal(lambda: setattr(ddp, "require_manual_backward_finalization", True))
+        assert setter == refusal(ddp.finalize_backward)
         assert setter.startswith("RuntimeError: Manual backward finalization is not supported")
-        assert not late
+        assert not ddp.should_finalize_after_backward
+
+    fddp.loopback(2, run)
 
 
 # Lazy allocation
 
 
-def memory_of(group: Any, lazy: bool, as_view: bool) -> tuple[list[int], int, bool]:
-    """Buffers of each bucket at the first gradient and between steps; True if gradients stayed in
-    place in some step."""
-    ddp = DDP(
-        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))),
-        process_group=group,
-        bucket_cap_mb=0.25,
-        gradient_as_bucket_view=as_view,
-        lazy_bucket_allocation=lazy,
-    )
-    allocated: list[int] = []
-    x = torch.ones(1, 256)
-    last = ddp.module[2].weight
-    in_place = False
-    for step in range(12):
-        last.register_post_accumulate_grad_hook(lambda _: allocated.append(held(ddp)))
-        before = last.grad
-        place = None if before is None else before.data_ptr()
-        ddp(x).sum().backward()
-        if step >= 2:
-            in_place |= last.grad.data_ptr() == place
-    kept = len(ddp.steps.engine._pool._released)
-    return allocated[-1:], kept, in_place
+def test_lazy_buckets_are_allocated_late_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before the last gradient of a bucket, and not kept after the step."""
+    out: list[object] = []  # keys of buffers that are in use
+    acquire, release = BufferPool.acquire, BufferPool.release
 
+    def acquiring(self: BufferPool, key: Any, *args: Any) -> Tensor:
+        out.append(key)
+        return acquire(self, key, *args)
 
-def held(ddp: Any) -> int:
-    step = ddp.steps.runner.step
-    if step._usual is not None:
-        return len(step._usual.buffers)
-    return sum(bucket.buffer is not None for bucket in step.buckets)
+    def releasing(self: BufferPool, key: Any, buffer: Tensor) -> None:
+        out.remove(key)
+        release(self, key, buffer)
 
+    monkeypatch.setattr(BufferPool, "acquire", acquiring)
+    monkeypatch.setattr(BufferPool, "release", releasing)
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_lazy_buckets_are_allocated_late_and_released(launch: Launch, as_view: bool) -> None:
-    for (at_first,), kept, _ in launch(2, memory_of, False, as_view):
-        assert kept == 3
-        assert at_first > 0
-    for (at_first,), kept, in_place in launch(2, memory_of, True, as_view):
-        assert at_first == 0
-        # Threads of other transports, and in some steps of this one, still refer to the buffer.
-        assert in_place or launch.name != "shm"
-        assert kept == (3 if as_view else 0)  # the memory of gradients that still exist
+    def run(group: Any, lazy: bool) -> tuple[int, bool]:
+        layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]
+        ddp = DDP(
+            nn.Sequential(*layers),
+            process_group=group,
+            bucket_cap_mb=0.25,
+            lazy_bucket_allocation=lazy,
+        )
+        at_first: list[int] = []
+        layers[2].weight.register_post_accumulate_grad_hook(lambda _: at_first.append(len(out)))
+        for _ in range(3):
+            ddp(torch.ones(1, 256)).sum().backward()
+        assert not out
+        return at_first[-1], any(ddp.steps.engine._pool._released.values())
+
+    assert fddp.loopback(1, run, False) == [(3, True)]
+    assert fddp.loopback(1, run, True) == [(0, False)]
 
 
 # Beside stock DDP
 
 
-def trace(wrapped: type[nn.Module]) -> list[Any]:
+def trace(wrapped: Any, rank: int) -> Iterator[Any]:
     """Results of calls in and out of turn: values, or types of errors."""
     found: list[Any] = []
 
@@ -457,7 +406,6 @@ def trace(wrapped: type[nn.Module]) -> list[Any]:
             found.append(said.partition(":")[0])
 
     ddp: Any = wrapped(net())
-    rank = torch.distributed.get_rank()
 
     def put(value: bool) -> None:
         ddp.require_manual_backward_finalization = value
@@ -498,35 +446,9 @@ def trace(wrapped: type[nn.Module]) -> list[Any]:
     note(lambda: ddp.module.layers["l0"].bias.grad.tolist())
     put(True)
     note(lambda: copy.deepcopy(ddp).require_manual_backward_finalization)
-    return found
+    yield from found
 
 
-def traces(rank: int, world_size: int) -> list[list[Any]]:
-    return [trace(wrapped) for wrapped in (StockDDP, DDP)]
-
-
-@is_new_torch
+@pytest.mark.skipif(not hasattr(StockDDP, "finalize_backward"), reason="new in torch 2.15")
 def test_calls_in_and_out_of_turn_as_with_stock(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, traces):
-        assert stock == ours
-
-
-def lazily(rank: int, world_size: int, options: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    found = []
-    for wrapped in (StockDDP, DDP):
-        ddp: Any = wrapped(net(), lazy_bucket_allocation=True, bucket_cap_mb=TINY_CAP_MB, **options)
-        steps = []
-        for step in range(STEPS):
-            ddp.zero_grad(set_to_none=step != 2)
-            run_backward(ddp, torch.distributed.group.WORLD, step)
-            steps.append(grads(ddp.module))
-        found.append(steps)
-    return found
-
-
-@is_new_torch
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
-def test_lazy_buckets_as_with_stock(ranks: RankPool, options: dict[str, Any]) -> None:
-    for stock, ours in ranks.run(2, lazily, options):
-        for mine, theirs in zip(ours, stock, strict=True):
-            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert_same_as_stock(ranks, trace)

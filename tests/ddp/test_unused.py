@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,9 @@ from torch import Tensor
 
 import fddp
 from tests.support.groups import rank_of
-from tests.support.ranks import Launch
 from tests.support.wrapped_net import (
     DDP,
     TINY_CAP_MB,
-    WIDTH,
     Net,
     assert_close,
     batch,
@@ -25,31 +24,35 @@ from tests.support.wrapped_net import (
     run_backward,
 )
 
-
-def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[Any]:
-    """Gradients of steps in which each rank applies the given layers."""
-    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
-    found = []
-    for number, through in enumerate(steps):
-        ddp.zero_grad()
-        out = ddp(batch(rank_of(group), number).requires_grad_(), through=through[rank_of(group)])
-        out.square().mean().backward()
-        found.append(grads(ddp.module))
-    return found
+pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+Layers = tuple[int, ...]
 
 
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_layers_that_any_rank_uses_are_synchronised(launch: Launch) -> None:
-    steps = [
-        [(0, 1, 2), (0, 1, 2)],
-        [(0, 1), (1, 2)],
-        [(2,), (2,)],
-        [(), (0, 2)],  # on rank 0, no parameter gets a gradient
-        [(1, 1, 1), (0,)],
-        [(0, 1, 2), ()],
-    ]
-    results = launch(2, differing_branches, steps)
-    for number, through in enumerate(steps):
+STEPS: list[tuple[Layers, Layers]] = [
+    ((0, 1, 2), (0, 1, 2)),
+    ((0, 1), (1, 2)),
+    ((2,), (2,)),
+    ((), (0, 2)),  # on rank 0, no parameter gets a gradient
+    ((1, 1, 1), (0,)),
+    ((0, 1, 2), ()),
+]
+
+
+def test_layers_that_any_rank_uses_are_synchronised() -> None:
+    def run(group: Any) -> list[Any]:
+        ddp = DDP(
+            net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True
+        )
+        found = []
+        for number, through in enumerate(STEPS):
+            ddp.zero_grad()
+            out = ddp(batch(group.rank, number).requires_grad_(), through=through[group.rank])
+            out.square().mean().backward()
+            found.append(grads(ddp.module))
+        return found
+
+    results = fddp.loopback(2, run)
+    for number, through in enumerate(STEPS):
 
         def loss(model: Net, rank: int, number: int = number, through: Any = through) -> Tensor:
             x = batch(rank, number).requires_grad_()
@@ -60,102 +63,80 @@ def test_layers_that_any_rank_uses_are_synchronised(launch: Launch) -> None:
             assert_close(found[number], wanted)
 
 
-def unused_here(group: Any) -> tuple[str, dict[str, Any]]:
-    ddp = DDP(net(), process_group=group)
-    through = (0, 1, 2) if rank_of(group) == 0 else (0, 2)
-    run_backward(ddp, group, through=through)
-    found = grads(ddp.module)
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
-        ddp(batch(rank_of(group)))
-    return str(caught.value), found
+def test_ddps_error_follows_on_every_rank_and_names_parameters() -> None:
+    """After a step that is complete, although a rank has not used a layer."""
+
+    def run(group: Any) -> str:
+        ddp = DDP(net(), process_group=group)
+        run_backward(ddp, group, through=(0, 2) if group.rank else (0, 1, 2))
+        assert_close(grads(ddp.module), wanted)
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+            ddp(batch(group.rank))
+        return str(caught.value)
+
+    def loss(model: Net, rank: int) -> Tensor:
+        return model(batch(rank), through=(0, 2) if rank else (0, 1, 2)).square().mean()
+
+    wanted = mean_of(2, loss)
+    first, second = fddp.loopback(2, run)
+    nobody = "did not receive grad for rank 0: none\nWithout a gradient on other ranks: layers.l1.b"
+    assert nobody in first
+    assert "did not receive grad for rank 1: layers.l1.weight, layers.l1.bias" in second
+    assert "did not receive grad for rank 1: 2 3" in second
 
 
-def test_ddps_error_follows_on_every_rank_and_names_parameters(launch: Launch) -> None:
-    errors = launch(2, unused_here)
-    wanted = mean_of(
-        2,
-        lambda model, rank: (
-            model(batch(rank), through=(0, 2) if rank else (0, 1, 2)).square().mean()
-        ),
-    )
-    for _, found in errors:
-        assert_close(found, wanted)
-    assert (
-        "did not receive grad for rank 0: none\nWithout a gradient on other ranks: layers.l1.b"
-        in errors[0][0]
-    )
-    assert "did not receive grad for rank 1: layers.l1.weight, layers.l1.bias" in errors[1][0]
-    assert "did not receive grad for rank 1: 2 3" in errors[1][0]
+def test_use_without_sync_counts_as_use() -> None:
+    def run(group: Any) -> None:
+        ddp = DDP(net(), process_group=group)
+        with ddp.no_sync():
+            run_backward(ddp, group, through=(1,))
+        run_backward(ddp, group, 1, through=(0, 2))
+        ddp(batch(group.rank, 1))  # raises nothing
+        assert_close(grads(ddp.module), wanted)
 
-
-def use_without_sync_counts(group: Any) -> list[Any]:
-    ddp = DDP(net(), process_group=group)
-    with ddp.no_sync():
-        run_backward(ddp, group, through=(1,))
-    run_backward(ddp, group, 1, through=(0, 2))
-    ddp(batch(rank_of(group), 1))  # raises nothing
-    return [grads(ddp.module)]
-
-
-def test_use_without_sync_counts_as_use(launch: Launch) -> None:
     def loss(model: Net, rank: int) -> Tensor:
         first = model(batch(rank), through=(1,)).square().mean()
         return first + model(batch(rank, 1), through=(0, 2)).square().mean()
 
-    for (found,) in launch(2, use_without_sync_counts):
-        assert_close(found, mean_of(2, loss))
+    wanted = mean_of(2, loss)
+    fddp.loopback(2, run)
 
 
-def skipping(group: Any, steps: list[list[tuple[int, ...]]], skip: bool) -> list[Any]:
-    """Gradients of each step, and how many buckets were reduced."""
-    ddp = DDP(
-        net(),
-        process_group=group,
-        bucket_cap_mb=TINY_CAP_MB,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=skip,
-    )
-    found = []
-    for number, through in enumerate(steps):
-        if number != 4:  # what is there from before counts, too
-            ddp.zero_grad()
-        out = ddp(batch(rank_of(group), number).requires_grad_(), through=through[rank_of(group)])
-        out.square().mean().backward()
-        reduced = ddp._get_ddp_logging_data()["num_buckets_reduced"]
-        found.append((reduced, {n: g if g is None else g.tolist() for n, g in grads(ddp).items()}))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_unused_buckets_are_left_out_until_a_rank_uses_them(launch: Launch) -> None:
+def test_unused_buckets_are_left_out_until_a_rank_uses_them() -> None:
     steps = [
-        [(0, 1), (0, 1)],
-        [(0, 1), (0, 1)],
-        [(0, 1), (0, 1, 2)],  # a surprise on one rank
-        [(0,), (0,)],
-        [(2,), (0,)],
-        [(1, 2), (0, 1)],
-        [(0, 1, 2), (0, 1, 2)],
+        ((0, 1), (0, 1)),
+        ((0, 1), (0, 1)),
+        ((0, 1), (0, 1, 2)),  # a surprise on one rank
+        ((0,), (0,)),
+        ((2,), (0,)),
+        ((1, 2), (0, 1)),
+        ((0, 1, 2), (0, 1, 2)),
     ]
-    plain = launch(2, skipping, steps, False)
-    for left_out, whole in zip(launch(2, skipping, steps, True), plain, strict=True):
-        counts, alone = [n for n, _ in left_out], [n for n, _ in whole]
-        assert [grads for _, grads in left_out] == [grads for _, grads in whole]
-        assert counts[1] < alone[1]
-        assert counts[2] == alone[2]
 
+    def run(group: Any, skip: bool) -> list[Any]:
+        """Numbers of buckets that were reduced, and gradients."""
+        ddp = DDP(
+            net(),
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=skip,
+        )
+        counts, found = [], []
+        for number, through in enumerate(steps):
+            if number != 4:  # what is there from before counts, too
+                ddp.zero_grad()
+            x = batch(group.rank, number).requires_grad_()
+            ddp(x, through=through[group.rank]).square().mean().backward()
+            counts.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
+            found.append({n: g if g is None else g.tolist() for n, g in grads(ddp).items()})
+        return [counts, found]
 
-def untouched(group: Any) -> list[Any]:
-    ddp = DDP(net(), process_group=group, find_unused_parameters=True)
-    own = torch.full((WIDTH, WIDTH), 7.0, dtype=torch.float64) + rank_of(group)
-    weight = ddp.module.layers["l1"].weight
-    weight.grad = own
-    ddp(batch(rank_of(group)), through=(0, 2)).sum().backward()
-    return [weight.grad is own, own.unique().tolist()]
-
-
-def test_globally_unused_parameters_keep_their_gradient(launch: Launch) -> None:
-    assert launch(2, untouched) == [[True, [7.0]], [True, [8.0]]]
+    runs = zip(fddp.loopback(2, run, True), fddp.loopback(2, run, False), strict=True)
+    for (counts, left_out), (all_counts, whole) in runs:
+        assert left_out == whole
+        assert counts[1] < all_counts[1]
+        assert counts[2] == all_counts[2]
 
 
 # Use outside of the step
@@ -210,7 +191,6 @@ def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) ->
     return [*found, ddp.reducer._get_local_used_map().tolist()]
 
 
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize(
     ("use", "zeroes"),
     [
@@ -221,16 +201,16 @@ def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) ->
         (use_before_failed_backward, True),
     ],
 )
-def test_gradients_dropped_before_a_step_are_no_use(launch: Launch, use: Any, zeroes: bool) -> None:
+def test_gradients_dropped_before_a_step_are_no_use(use: Any, zeroes: bool) -> None:
     unused = ["layers.l1.weight", "layers.l1.bias"]
     wanted = [unused, unused, True, [2, 2, 0, 0, 2, 2]]
-    assert launch(2, dropped_use, use, zeroes) == [wanted] * 2
+    assert fddp.loopback(2, dropped_use, use, zeroes) == [wanted] * 2
 
 
 # Static graphs
 
 
-def changing_graph(group: Any, steps: list[list[tuple[int, ...]]], is_late: bool) -> list[Any]:
+def changing_graph(group: Any, steps: list[list[Layers]], is_late: bool) -> list[Any]:
     """The error of each step, or its gradients."""
     ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=not is_late)
     if is_late:
@@ -248,17 +228,18 @@ def changing_graph(group: Any, steps: list[list[tuple[int, ...]]], is_late: bool
     return found
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("changed", [(0, 2), (0, 1, 2), (0,)])
-@pytest.mark.parametrize("where", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize(
+    ("changed", "where", "is_late"),
+    [((0, 2), (1,), False), ((0, 1, 2), (0,), True), ((0,), (0, 1), False), ((0, 2), (0, 1), True)],
+)
 def test_a_static_graph_that_changes_is_one_error_on_all_ranks(
-    launch: Launch, changed: tuple[int, ...], where: tuple[int, ...], is_late: bool
+    changed: Layers, where: Layers, is_late: bool
 ) -> None:
     usual = [(0, 1), (0, 1)]
     other = [changed if rank in where else (0, 1) for rank in range(2)]
     steps = [usual, usual, other, usual, other, other, usual]
     for number, (first, second) in enumerate(
-        zip(*launch(2, changing_graph, steps, is_late), strict=True)
+        zip(*fddp.loopback(2, changing_graph, steps, is_late), strict=True)
     ):
         if steps[number] == usual:
             wanted = mean_of(
@@ -281,33 +262,31 @@ def test_a_static_graph_that_changes_is_one_error_on_all_ranks(
                 assert f"did not receive grad for rank {rank}: {unused}" in first
 
 
-def passes_of_a_static_graph(group: Any) -> list[Any]:
+def test_passes_of_a_static_graph_may_use_different_parameters() -> None:
     """Two backward passes of one forward, which use different layers."""
-    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=True)
-    found: list[Any] = []
-    for number in range(3):
-        ddp.zero_grad()
-        x = batch(rank_of(group), number).requires_grad_()
-        first, second = ddp(x, through=(0,)), ddp(x, through=(1, 2))
-        first.square().mean().backward()
-        second.square().mean().backward()
-        found.append(grads(ddp.module))
-    return found
 
+    def run(group: Any) -> list[Any]:
+        ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=True)
+        found: list[Any] = []
+        for number in range(3):
+            ddp.zero_grad()
+            x = batch(group.rank, number).requires_grad_()
+            first, second = ddp(x, through=(0,)), ddp(x, through=(1, 2))
+            first.square().mean().backward()
+            second.square().mean().backward()
+            found.append(grads(ddp.module))
+        return found
 
-def test_passes_of_a_static_graph_may_use_different_parameters(launch: Launch) -> None:
-    for found in launch(2, passes_of_a_static_graph):
+    def loss(model: Net, rank: int, number: int) -> Tensor:
+        x = batch(rank, number)
+        first, second = model(x, through=(0,)), model(x, through=(1, 2))
+        return first.square().mean() + second.square().mean()
+
+    for found in fddp.loopback(2, run):
         for number, step in enumerate(found):
-
-            def loss(model: Net, rank: int, number: int = number) -> Tensor:
-                x = batch(rank, number)
-                first, second = model(x, through=(0,)), model(x, through=(1, 2))
-                return first.square().mean() + second.square().mean()
-
-            assert_close(step, mean_of(2, loss))
+            assert_close(step, mean_of(2, partial(loss, number=number)))
 
 
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 def test_a_step_expects_the_gradients_of_the_last_one() -> None:
     def run(group: Any) -> list[tuple[bool, int]]:
         ddp = DDP(net(), process_group=group, find_unused_parameters=True)

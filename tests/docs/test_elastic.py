@@ -119,7 +119,7 @@ def test_a_missing_kill_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.nightly
 def test_replicas_under_torchft(capfd: pytest.CaptureFixture[str]) -> None:
     """One is killed and started again; all end with the same bits."""
-    pytest.importorskip("torchft", reason="torchft is not installed; docs/going_on.md has a run")
+    pytest.importorskip("torchft", reason="torchft is not installed")
     assert torchft.main(["--steps", "10"]) == 0
     printed = capfd.readouterr().out
     assert "killed: True; all replicas end with the same bits: True" in printed

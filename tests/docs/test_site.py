@@ -117,4 +117,4 @@ def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
             "torch DDP over gloo",
             "fddp over shared memory",
         ]
-        assert {"backward", "all-reduces", "launch", "exposed", "0"} <= set(shown)
+        assert {"backward", "all-reduces", "launch", "after backward", "0"} <= set(shown)

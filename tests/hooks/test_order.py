@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
-from fddp.core.protocol.readiness import Action
+from fddp.core.protocol.launch import Action
 from fddp.hooks import (
     AllReduce,
     Bucket,

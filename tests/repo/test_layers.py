@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Modules that list public names, and rooms of which users import what `__init__` binds.
-NAMES = ("__init__", "__main__", "extend", "numerics")
-PUBLIC = ("errors", "extend", "hooks", "numerics", *CAPABILITIES)
+NAMES = ("__init__", "__main__", "averaging", "extend", "numerics")
+PUBLIC = ("averaging", "errors", "extend", "hooks", "numerics", *CAPABILITIES)
 # Rooms that do not yet stand on public names alone.
-NOT_YET = ("jax", "testing", "viz", "cli", "integrations")
+NOT_YET = ("jax",)
 # By package, the rooms that import it.
 ONLY_IN = {"optree": {"tree"}, "fddp._C": {"native"}}
 CORE_IMPORTS_NONE_OF = ("torch", "optree", "jax")

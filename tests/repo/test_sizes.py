@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 MOST_METHODS, MOST_LINES, MOST_PARAMETERS = 20, 300, 6
 
-# Public signatures that mirror torch's or JAX's, and two that mirror the extension's.
+# Public signatures that mirror torch's or JAX's, and three that mirror the extension's.
 WIDE = {
     *("next_loss_scale", "make_schedule", "measure_cost", "plan_optimal"),
     *("GradSync.__init__", "DistributedDataParallel.__init__"),
-    *("PeriodicSync.__init__", "VirtualSampler.__init__"),
-    *("make_shm_backend", "ShmBackend.start"),
+    "VirtualSampler.__init__",
+    *("make_shm_backend", "ShmBackend.start", "new_executor"),
     "_in_graph",  # of flat constants, which dynamo traces
 }
+LARGE = {"DistributedDataParallel"}  # the names of torch's class, which do nothing themselves
 
 
 def is_overload(function: ast.FunctionDef) -> bool:
@@ -40,6 +41,8 @@ def too_large(source: str) -> Iterator[str]:
         if isinstance(owner, ast.ClassDef):
             methods = [item for item in owner.body if isinstance(item, ast.FunctionDef)]
             owners.update(dict.fromkeys(methods, f"{owner.name}."))
+            if owner.name in LARGE:
+                continue
             if len(methods) > MOST_METHODS:
                 yield f"{owner.name} has {len(methods)} methods"
             lines = (owner.end_lineno or 0) - owner.lineno + 1

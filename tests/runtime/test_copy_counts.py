@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.program import BucketProgram
-from fddp.runtime.state import StepState
+from fddp.runtime.step import Step
 from fddp.transport import Transport
 from fddp.transport.loopback import LoopbackTransport
 
@@ -160,16 +159,16 @@ def test_an_element_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(f"{module}.{name}", lambda *_, name=name, **__: written.append(name))
     packed: list[int] = []
-    new_memory = StepState.new_memory
+    new_memory = Step.new_memory
 
     def run(group: Any) -> None:
         buffers: dict[int, Tensor] = {}
 
-        def noting(self: StepState, bucket: BucketProgram) -> Tensor:
-            buffer = buffers[bucket.index] = new_memory(self, bucket)
+        def noting(self: Step, bucket: int) -> Tensor:
+            buffer = buffers[bucket] = new_memory(self, bucket)
             return buffer
 
-        monkeypatch.setattr(StepState, "new_memory", noting)
+        monkeypatch.setattr(Step, "new_memory", noting)
         steps = functional(group)
         for _ in range(WARM_UP):
             sync, grads = next(steps)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fddp
-from fddp.core.protocol.readiness import Action, on_backward_end, on_control, on_ready, start
+from fddp.core.protocol.launch import Action, replay
 from tests.support.backward_calls import call_in_backward
 from tests.support.branches import (
     LEAVES,
@@ -109,26 +109,36 @@ def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
     return fn(None, *args)
 
 
+def infos_of_branches(
+    group: Any, steps: list[list[Branch]]
+) -> list[tuple[fddp.Schedule, fddp.SyncInfo]]:
+    found = []
+    with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
+        trained = train_branches(sync, steps)
+        for _ in steps:
+            schedule = sync.schedule
+            found.append((schedule, next(trained)[1]))
+    return found
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
-def test_the_trace_is_that_of_the_pure_reducer(steps: list[list[Branch]]) -> None:
+def test_the_trace_is_that_of_the_launch_rule(steps: list[list[Branch]]) -> None:
     world_size = len(steps[0])
-    runs = fddp.loopback(world_size, gradients_of_branches, steps)
+    runs = fddp.loopback(world_size, infos_of_branches, steps)
     for number in range(len(steps)):
-        traces = [run[number][1].trace for run in runs]
-        repaired = runs[0][number][1].repaired
-        for trace in traces:
+        repairs = [Action("repair", bucket) for bucket in runs[0][number][1].repaired]
+        late = set[int]()
+        traces = []
+        for schedule, info in (run[number] for run in runs):
+            traces.append(trace := info.trace)
             if not trace.bucket_of:
                 continue
-            state, acted = start(trace.sequence, trace.bucket_of, trace.expected)
-            events: list[int | Action] = list(acted)
-            for leaf in (event for event in trace.events if isinstance(event, int)):
-                state, acted = on_ready(state, leaf)
-                events += [leaf, *acted]
-            state, acted = on_backward_end(state)
-            events += acted
-            events += on_control(state, repaired).actions
-            assert list(trace.events) == events
+            arrivals = [event for event in trace.events if isinstance(event, int)]
+            replayed = replay(schedule, arrivals, trace.expected)
+            late |= replayed.late
+            assert list(trace.events) == [*replayed.events, *repairs, Action("finish")]
+        assert late == {repair.bucket for repair in repairs}
         collectives = [[e for e in trace.events if isinstance(e, Action)] for trace in traces]
         assert all(actions == collectives[0] for actions in collectives)
 

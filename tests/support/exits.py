@@ -1,8 +1,7 @@
 """A program that ends processes of two ranks in the ways given as arguments.
 
 A way has one value of each table, joined by slashes. For each way it writes a line: exit codes of
-the ranks, and names of the library's threads that were left when the last `atexit` handler was
-called.
+the ranks, and names of the library's threads that were left when the last finalizer was called.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -68,7 +68,7 @@ def main() -> None:
         for rank, path in enumerate(reports):
             child = os.fork()
             if child == 0:
-                atexit.register(_report, path)  # the first one registered is called last
+                weakref.finalize(main, _report, path)  # the first finalizer is called last
                 end(f"{directory}/{number}", rank, way)
                 return  # and end as the interpreter does
             children.append(child)

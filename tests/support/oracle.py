@@ -94,7 +94,7 @@ def _check_launches(schedule: Schedule) -> None:
 
 
 def _carrier(schedule: Schedule, control: int) -> Op:
-    """The all-reduce in whose tail the word rides; the tail lies behind the whole buffer."""
+    """The all-reduce in whose tail the word is; the tail lies behind the whole buffer."""
     bucket = schedule.ops[control].bucket
     waiting = [op for op in schedule.ops if control in op.deps and op.bucket == bucket]
     carriers = [op for op in waiting if op.kind == "all_reduce" and op.when == "always"]

@@ -10,7 +10,7 @@ ROOMS = (
     *("collectives", "sync", "ddp"),
 )
 # Rooms that import what users may import.
-CAPABILITIES = ("watch", "jax", "testing", "viz", "cli", "integrations")
+CAPABILITIES = (*("periodic", "watch", "jax", "testing", "viz", "cli", "integrations"),)
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

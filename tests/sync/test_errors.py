@@ -197,33 +197,6 @@ CASES: dict[str, Case] = {
         "TreeMismatchError",
         ("'a'", "'b'", "share memory"),
     ),
-    **{
-        f"a call inside torch.func.{name}": Case(
-            lambda s, f=transform: f(lambda x: s.value_and_grad(loss_fn)({**params(), "a": x})[0]),
-            "TransformError",
-            ("value_and_grad", name, "sync(torch.func.grad(loss_fn)(params))"),
-        )
-        for name, transform in {
-            "grad": lambda f: torch.func.grad(f)(torch.ones(3)),
-            "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 3)),
-            "jvp": lambda f: torch.func.jvp(f, (torch.ones(3),), (torch.ones(3),)),
-        }.items()
-    },
-    "sync(grads) inside torch.func.grad": Case(
-        lambda s: torch.func.grad(lambda x: s(grads(a=x))["a"].sum())(torch.ones(3)),
-        "TransformError",
-        ("sync(grads)", "grad"),
-    ),
-    "sync(grads) inside torch.func.vmap": Case(
-        lambda s: torch.func.vmap(lambda x: s(grads(a=x))["a"])(torch.ones(2, 3)),
-        "TransformError",
-        ("sync(grads)", "vmap"),
-    ),
-    "reduce_ inside torch.func.grad": Case(
-        lambda s: torch.func.grad(lambda x: s.reduce_(grads(a=x))["a"].sum())(torch.ones(3)),
-        "TransformError",
-        ("sync", "grad"),
-    ),
 }
 
 
@@ -268,8 +241,6 @@ def check_mistake(runs: list[Any], name: str, culprits: tuple[int, ...], number:
         assert tree["a"].tolist() == [sum(range(len(runs))) / len(runs)] * 3
 
 
-# torch.func.jvp compiles decompositions when it is first used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("culprits", [(1,), (0, 2), (0, 1, 2)], ids=["one", "two", "all"])
 def test_a_mistake_is_an_error_on_every_rank(name: str, culprits: tuple[int, ...]) -> None:

@@ -164,17 +164,6 @@ def loss_of(apply: Any, buffers: dict[str, Tensor]) -> Callable[[dict[str, Tenso
     return lambda params: first(apply(params, buffers, X)[0]).square().sum()
 
 
-@pytest.mark.parametrize("name", ["linear", "batch norm", "tied", "attention", "weight norm"])
-def test_grad(name: str) -> None:
-    module = EXAMPLES[name]()
-    apply, params, buffers = fddp.functionalize(module)
-    grads = torch.func.grad(loss_of(apply, buffers))(params)
-    first(module(X)).square().sum().backward()
-    for key, param in params.items():
-        want = torch.zeros_like(param) if param.grad is None else param.grad
-        assert torch.allclose(grads[key], want, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch's own jvp
 def test_vmap_and_jvp() -> None:
     torch.manual_seed(0)
@@ -322,14 +311,6 @@ def test_the_call_itself_may_be_checkpointed(reentrant: bool) -> None:
     assert torch.allclose(x.grad, wanted, atol=1e-6)
 
 
-def test_hooks_of_submodules_run() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    module[0].register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1.0,))
-    module[1].register_forward_hook(lambda _, __, output: 2.0 * output)
-    apply, params, buffers = fddp.functionalize(module)
-    assert torch.equal(apply(params, buffers, X)[0], module(X))
-
-
 def test_unsupported_modules_are_refused() -> None:
     with pytest.raises(TypeError, match="'weight' has no shape yet"):
         fddp.functionalize(nn.LazyLinear(3))
@@ -359,26 +340,3 @@ def test_calls_are_not_cached() -> None:
             assert [ref() for ref in seen] == [None] * len(seen)
         finally:
             gc.enable()
-
-
-def test_a_synchronised_step_of_a_module() -> None:
-    def run(group: Any) -> Any:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        apply, params, buffers = fddp.functionalize(module)
-
-        def loss_fn(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Any]:
-            output, after = apply(p, b, x)
-            return output.square().sum(), after
-
-        with fddp.GradSync(params, group=group) as sync:
-            step = sync.value_and_grad(loss_fn, has_aux=True)
-            (_, after), grads = step(params, buffers, X * (1 + group.rank))
-        local = torch.func.grad(loss_fn, has_aux=True)(params, buffers, X * (1 + group.rank))
-        return grads, local[0], after, local[1]
-
-    results = fddp.loopback(2, run)
-    for grads, _, after, local_after in results:
-        mean = {name: (results[0][1][name] + results[1][1][name]) / 2 for name in grads}
-        assert all(torch.allclose(grads[name], mean[name], atol=1e-6) for name in grads)
-        assert equal(after, local_after)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +14,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
 from fddp.errors import PlanMismatchError
 from fddp.sync import measure
-from fddp.sync.measure import DEFAULT_SIZES_BYTES, measure_axes, measure_cost
+from fddp.sync.measure import measure_axes, measure_cost
 from fddp.transport import LoopbackGroup, open_transport
 
 if TYPE_CHECKING:
@@ -86,12 +85,6 @@ def mesh_on_rank(rank: int, world_size: int) -> list[str]:
 
 def test_a_device_mesh_brings_its_axes(ranks: RankPool) -> None:
     assert ranks.run(2, mesh_on_rank) == [["local"], ["local"]]
-
-
-def test_default_sizes_are_spaced_evenly() -> None:
-    assert (DEFAULT_SIZES_BYTES[0], DEFAULT_SIZES_BYTES[-1]) == (2**10, 2**25)
-    ratios = {b / a for a, b in pairwise(DEFAULT_SIZES_BYTES)}
-    assert ratios == {8.0}
 
 
 def mistakes_on_rank(group: Group) -> None:

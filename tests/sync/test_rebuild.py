@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 import fddp
 from fddp import hooks
-from fddp.core.protocol.calls import Method
-from fddp.runtime.contributions import TreeContributions
-from fddp.sync.engine import Engine
 from fddp.testing import param_trees
 from fddp.tree.pytree import flatten
 from tests.support.endings import ending
@@ -143,44 +140,8 @@ def test_objects_of_the_old_sync_name_the_new_one() -> None:
         )
 
 
-# State of hooks that the engine carries, as it does for wrapped modules
-
-
-def carry_step(engine: Engine, factor: float) -> None:
-    step = engine.open(Method.CALL, with_stats=False)
-    leaves = [leaf * factor for leaf in flatten(mlp())[0]]
-    step.begin(TreeContributions(engine.program, leaves, 1.0), leaves)
-    engine.finish(step)
-
-
-def test_carried_state_of_hooks() -> None:
-    hook = hooks.top_k(0.25)
-
-    def begin(group: Any, steps: int) -> Any:
-        sync = fddp.GradSync(mlp(), group=group, deterministic=False, **SMALL)
-        sync._engine.set_hook(hook)
-        for number in range(steps):
-            carry_step(sync._engine, 1 + number + group.rank)
-        return sync
-
-    def states(sync: fddp.GradSync) -> Any:
-        held = sync._engine.hook_states
-        carry_step(sync._engine, 1)
-        return held
-
-    two = fddp.loopback(2, begin, 2)
-    own = [sync._engine.hook_states for sync in two]
-    assert not same_bits(own)
-    assert same_bits([own, rebuilt(two, states)])
-
-    # Rank 0 is a step ahead; the others, one of which has just come, take what it has.
-    ahead, behind = fddp.loopback(2, begin, 2)[0], fddp.loopback(2, begin, 1)[1]
-    first = ahead._engine.hook_states
-    assert same_bits([first, *rebuilt([ahead, behind, None], states, hook=hook)])
-
-
 def test_state_of_hooks_on_the_ranks_that_are_left() -> None:
-    """Ranks 0 and 2 of three keep the callers' states and the engines'."""
+    """Ranks 0 and 2 of three keep their states."""
     hook = hooks.top_k(0.25)
 
     def grads_of(rank: int, step: int) -> Any:
@@ -210,23 +171,6 @@ def test_state_of_hooks_on_the_ranks_that_are_left() -> None:
     for found, expected, without in fddp.loopback(2, go_on):
         assert same_bits([found, expected])
         assert not same_bits([found, without]), "residuals count"
-
-    def carry(group: Any) -> Any:
-        sync = fddp.GradSync(mlp(), group=group, **SMALL)
-        sync._engine.set_hook(hook)
-        carry_step(sync._engine, 1 + group.rank)
-        return sync
-
-    syncs = [fddp.loopback(3, carry)[rank] for rank in (0, 2)]
-    own = [sync._engine.hook_states for sync in syncs]
-    assert not same_bits(own)
-
-    def held(sync: fddp.GradSync) -> Any:
-        states = sync._engine.hook_states
-        carry_step(sync._engine, 1)
-        return states
-
-    assert same_bits([own, rebuilt(syncs, held)])
 
 
 # Shards

@@ -16,7 +16,7 @@ import fddp
 from fddp.tree.pytree import flatten
 from tests.support.collectives import Issued, record_issued
 from tests.support.models import descend, largest_difference, rand, same_bits
-from tests.support.ranks import Launch, RankPool
+from tests.support.ranks import Launch
 
 STEPS = 50
 LR = 0.05
@@ -207,16 +207,6 @@ def test_syncing_a_tree_after_backward(way: str) -> None:
         fddp.loopback(2, train_on_rank, "convolution and embedding", way),
         "convolution and embedding",
     )
-
-
-def test_all_models_on_real_processes(ranks: RankPool) -> None:
-    runs = ranks.run(2, train_all)
-    for position, name in enumerate(MODELS):
-        check([run[position] for run in runs], name)
-
-
-def train_all(rank: int, world_size: int) -> list[Any]:
-    return [train_on_rank(None, name, "value_and_grad") for name in MODELS]
 
 
 def test_the_steady_state_takes_no_repair() -> None:

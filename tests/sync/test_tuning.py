@@ -13,7 +13,6 @@ from torch import Tensor
 import fddp
 from fddp.errors import PeerError, PlanMismatchError, UnevenError
 from fddp.sync import autotune
-from fddp.sync.terms_codec import plan_on_leaves
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
 
@@ -110,15 +109,13 @@ def test_gradients_that_are_all_there() -> None:
         assert all(time_s >= 0.0 for time_s in report.ready_times_s)
 
 
-def test_ranks_with_other_local_leaves(launch: Launch) -> None:
-    shapes = [plan.leaves for _, plan in launch(2, tuned_with_local_leaves)]
+def test_ranks_with_other_local_leaves() -> None:
+    shapes = [plan.leaves for _, plan in fddp.loopback(2, tuned_with_local_leaves)]
     assert len(shapes[0]) == len(shapes[1])
 
 
 def tuned_with_local_leaves(group: Any) -> Any:
-    rank = getattr(group, "rank", 0)
-    rank = rank() if callable(rank) else rank
-    params = {"shared": torch.ones(4), "own": torch.ones(2 + rank), "also": torch.ones(3)}
+    params = {"shared": torch.ones(4), "own": torch.ones(2 + group.rank), "also": torch.ones(3)}
     with fddp.GradSync(params, group=group, select=lambda path: path != "own") as sync:
         step = sync.value_and_grad(lambda p: (p["shared"].sum() * p["also"].sum() * p["own"]).sum())
         report = sync.tune(step, params, rounds=1)
@@ -169,8 +166,8 @@ def refused(group: Any, case: str) -> str:
         ("uneven", "UnevenError: tune synchronises many times"),
     ],
 )
-def test_refusals(launch: Launch, case: str, text: str) -> None:
-    for outcome in launch(2, refused, case):
+def test_refusals(case: str, text: str) -> None:
+    for outcome in fddp.loopback(2, refused, case):
         assert text in outcome
 
 
@@ -194,8 +191,8 @@ def failing(group: Any) -> Any:
         return type(caught.value).__name__, step(params, batch(sync.rank, 1))[1]
 
 
-def test_a_failed_step_keeps_the_old_plan(launch: Launch) -> None:
-    results = launch(2, failing)
+def test_a_failed_step_keeps_the_old_plan() -> None:
+    results = fddp.loopback(2, failing)
     assert [name for name, _ in results] == ["PeerError", "ZeroDivisionError"]
     assert same_bits([grads for _, grads in results])
 
@@ -226,18 +223,8 @@ def failing_outside(group: Any, when: str) -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "instead", "after"])
-def test_failures_outside_a_synchronisation_are_raised(launch: Launch, when: str) -> None:
-    results = launch(2, failing_outside, when)
+def test_failures_outside_a_synchronisation_are_raised(when: str) -> None:
+    results = fddp.loopback(2, failing_outside, when)
     own = "ValueError" if when == "instead" else "ZeroDivisionError"
     assert [name for name, _ in results] == ["PeerError", own]
     assert same_bits([grads for _, grads in results])
-
-
-def test_the_plan_that_is_sent_is_the_plan_that_arrives() -> None:
-    params = mlp()
-    plan = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-5)
-    # One leaf is not reduced, and on this rank only.
-    own = fddp.plan_buckets({"a": {"seen": torch.zeros(3, dtype=torch.int64)}, **params})
-    arrived = plan_on_leaves(fddp.BucketPlan.from_json(plan.to_json()), own.leaves)
-    assert arrived.shared_digest == plan.shared_digest
-    assert arrived.leaves == own.leaves

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import fddp
-from fddp.tree.pytree import flatten
 from tests.support.models import (
     Params,
     batch,
@@ -20,7 +19,6 @@ from tests.support.models import (
     mlp_loss,
     rand,
 )
-from tests.support.ranks import Launch
 
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}
 
@@ -161,54 +159,7 @@ def test_info() -> None:
         assert len({info.grad_norm for info in infos}) == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("way", ["value_and_grad", "sync", "sparse", "float16"])
-def test_nan_on_one_rank_is_reported_on_all(launch: Launch, bad: float, way: str) -> None:
-    for finite, then in launch(3, not_finite, bad, way):
-        assert finite is False
-        assert then is True
-
-
-def not_finite(group: Any, bad: float, way: str) -> tuple[bool, bool]:
-    dtype = torch.float16 if way == "float16" else torch.float64
-    params = {"a": torch.ones(3, 2, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
-    sparse = ("a",) if way == "sparse" else ()
-    with fddp.GradSync(params, group=group, sparse=sparse, **SMALL) as sync:
-        step = sync.value_and_grad(lambda p, s: (p["a"] * s).sum() + p["b"].sum(), with_info=True)
-
-        def finite(scale: float) -> bool:
-            if way in ("sync", "sparse"):
-                grads = {"a": torch.full((3, 2), scale, dtype=dtype), "b": params["b"]}
-                return bool(sync(grads, with_info=True)[1].all_finite)
-            return bool(step(params, scale)[2].all_finite)
-
-        return finite(bad if sync.rank == 1 else 1.0), finite(1.0)
-
-
 # What a loss function may do
-
-
-def test_a_loss_function_with_transforms_inside() -> None:
-    def loss_fn(p: Params, x: Tensor) -> Tensor:
-        """A physics-like loss: slopes and curvatures of the model in its input."""
-
-        def model(point: Tensor) -> Tensor:
-            return mlp_loss(p, point[None])
-
-        slopes = torch.func.vmap(torch.func.grad(model))(x)
-        _, pull = torch.func.vjp(torch.func.grad(model), x[0])
-        return slopes.square().mean() + pull(torch.ones_like(x[0]))[0].sum()
-
-    against_the_mean(2, mlp(), loss_fn)
-
-
-def test_a_gradient_penalty() -> None:
-    def loss_fn(p: Params, x: Tensor) -> Tensor:
-        loss = mlp_loss(p, x)
-        inner = torch.autograd.grad(loss, flatten(p)[0], create_graph=True)
-        return loss + sum(grad.square().sum() for grad in inner)
-
-    against_the_mean(2, mlp(), loss_fn)
 
 
 def test_backward_inside_the_loss_function_does_not_count() -> None:
@@ -344,18 +295,3 @@ def test_an_error_in_an_inner_call_ends_the_outer_one_on_all_ranks() -> None:
             return type(caught.value).__name__, after
 
     assert fddp.loopback(2, run) == [("PeerError", [1.0, 1.0]), ("WeightError", [1.0, 1.0])]
-
-
-def test_parameters_may_change_from_step_to_step_but_not_their_types() -> None:
-    def run(group: Any) -> Any:
-        params = mlp()
-        with fddp.GradSync(params, group=group) as sync:
-            step = sync.value_and_grad(mlp_loss)
-            step(params, batch(group.rank, 0))
-            halves = fddp.tree_map(lambda p: p / 2, params)
-            return step(halves, batch(group.rank, 1))[1]
-
-    halves = fddp.tree_map(lambda p: p / 2, mlp())
-    expected = mean_gradients(mlp_loss, halves, [(batch(r, 1),) for r in range(2)], [1.0] * 2)
-    for grads in fddp.loopback(2, run):
-        assert largest_difference(grads, expected) < 1e-12

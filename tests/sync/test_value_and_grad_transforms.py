@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fddp
@@ -52,10 +52,6 @@ def flat(tree: Any) -> list[Tensor]:
     return leaves
 
 
-def a_vmapped_loss(p: Params, x: Tensor) -> Tensor:
-    return vmap(lambda row: outputs(p, row).square().sum())(x).mean()
-
-
 def a_vmap_over_noise(p: Params, x: Tensor) -> Tensor:
     def noisy(row: Tensor) -> Tensor:
         return outputs(p, row + 0.0 * torch.randn_like(row)).sum()
@@ -90,11 +86,6 @@ def maml_by_autograd(p: Params, x: Tensor) -> Tensor:
     return mlp_loss(treedef.unflatten(adapted), x[2:])
 
 
-def slopes_in_the_input(p: Params, x: Tensor) -> Tensor:
-    _, slope = jvp(lambda x: outputs(p, x), (x,), (torch.ones_like(x),))
-    return (slope - 1.0).square().mean()
-
-
 def slopes_in_the_parameters(p: Params, x: Tensor) -> Tensor:
     value, slope = jvp(lambda q: mlp_loss(q, x), (p,), (fddp.tree_map(torch.ones_like, p),))
     return value + slope.square()
@@ -105,10 +96,6 @@ def a_hessian_vector_product(p: Params, x: Tensor) -> Tensor:
     return sum(leaf.square().sum() for leaf in flat(product))  # type: ignore[return-value]
 
 
-def a_jacobian_by_rows(p: Params, x: Tensor) -> Tensor:
-    return vmap(jacrev(lambda row: outputs(p, row)))(x).square().mean()
-
-
 def a_jacobian_by_columns(p: Params, x: Tensor) -> Tensor:
     return vmap(jacfwd(lambda row: outputs(p, row)))(x).square().mean()
 
@@ -116,19 +103,6 @@ def a_jacobian_by_columns(p: Params, x: Tensor) -> Tensor:
 def a_laplacian(p: Params, x: Tensor) -> Tensor:
     each = vmap(hessian(lambda row: outputs(p, row).sum()))(x)
     return each.diagonal(dim1=-2, dim2=-1).sum(-1).square().mean()
-
-
-def a_pullback(p: Params, x: Tensor) -> Tensor:
-    out, pull = vjp(lambda x: outputs(p, x), x)
-    return pull(torch.ones_like(out))[0].square().mean()
-
-
-def a_functional_call(p: Params, x: Tensor) -> Tensor:
-    module = torch.nn.Linear(8, 8, dtype=torch.float64)
-    named = {"weight": p["layer0"]["weight"], "bias": p["layer0"]["bias"]}
-    each = vmap(grad(lambda n, row: functional_call(module, n, (row,)).square().sum()), (None, 0))
-    inner = each(named, x)
-    return functional_call(module, named, (x,)).square().mean() + inner["bias"].square().mean()
 
 
 def a_functionalized_module(p: Params, x: Tensor) -> Tensor:
@@ -148,20 +122,15 @@ def a_functionalized_module(p: Params, x: Tensor) -> Tensor:
 INSIDE: dict[str, Callable[[Params, Tensor], Tensor]] = {
     fn.__name__: fn
     for fn in (
-        a_vmapped_loss,
         a_vmap_over_noise,
         per_sample_gradients,
         maml,
         maml_of_several_tasks,
         maml_by_autograd,
-        slopes_in_the_input,
         slopes_in_the_parameters,
         a_hessian_vector_product,
-        a_jacobian_by_rows,
         a_jacobian_by_columns,
         a_laplacian,
-        a_pullback,
-        a_functional_call,
         a_functionalized_module,
     )
 }

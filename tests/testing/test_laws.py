@@ -153,7 +153,9 @@ def test_kinds_of_schedules() -> None:
     assert drawn(schedules(), lambda s: s.piggyback_op >= 0).ops
     with pytest.raises(NoSuchExample):
         find(
-            schedules(ride=False), lambda s: s.piggyback_op >= 0, settings=settings(max_examples=50)
+            schedules(piggyback=False),
+            lambda s: s.piggyback_op >= 0,
+            settings=settings(max_examples=50),
         )
     assert drawn(schedules(deterministic=True), lambda s: s.deterministic and s.retained).ops
     fixed = schedules(st.just(one_plan()), st.just(fddp.Topology(world=2)))
@@ -195,7 +197,7 @@ def test_a_broken_schedule_is_not_ok() -> None:
 @examples(80)
 @given(st.data())
 def test_ranks_issue_the_same_collectives(data: st.DataObject) -> None:
-    schedule = data.draw(schedules() | schedules(deterministic=True) | schedules(ride=False))
+    schedule = data.draw(schedules() | schedules(deterministic=True) | schedules(piggyback=False))
     plan, ranks = schedule.plan, min(4, schedule.topology.world_size)
     counts = st.lists(st.integers(0, 2), min_size=len(plan.leaves), max_size=len(plan.leaves))
     ops = assert_same_collectives(

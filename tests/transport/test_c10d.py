@@ -54,22 +54,24 @@ def test_a_survivors_process_ends_in_order() -> None:
 # Groups
 
 
-def subgroups_on_rank(rank: int, world_size: int) -> None:
+def subgroups_on_rank(rank: int, world_size: int, name: Any) -> None:
     pairs = [dist.new_group([i, i + 1]) for i in range(world_size - 1)]
     mine = [(i, pair) for i, pair in enumerate(pairs) if rank in (i, i + 1)]
-    # The pairs overlap, and a rank opens as many transports as it has neighbours.
-    transports = [(i, open_c10d(pair, timeout_s=20)) for i, pair in mine for _ in range(2)]
-    for i, transport in transports:
-        total = torch.tensor([float(rank)])
-        transport.all_reduce(total).wait("the sum of a pair")
-        assert total.item() == 2 * i + 1
-        assert transport.world_size == 2
+    # The pairs overlap, and all transports of a rank are in use at a time.
+    opened = [(i, open_transport(pair, name, 20)) for i, pair in mine for _ in range(2)]
+    tensors = [torch.full((1000,), float(rank)) for _ in opened]
+    works = [t.all_reduce(tensor) for (_, t), tensor in zip(opened, tensors, strict=True)]
+    for (i, transport), tensor, work in zip(opened, tensors, works, strict=True):
+        work.wait("the sum of a pair")
+        assert (transport.name, transport.world_size) == (name, 2)
+        assert torch.equal(tensor, torch.full((1000,), 2.0 * i + 1))
+        transport.close()
     for i, pair in enumerate(pairs):
         if rank not in (i, i + 1):
             with pytest.raises(ValueError, match=f"rank {rank} is no member of the group"):
-                open_c10d(pair)
+                open_transport(pair, name)
     if rank >= world_size - 2:
-        last = open_c10d(pairs[-1], timeout_s=0.5)
+        last = open_transport(pairs[-1], name, 0.5)
         if rank == world_size - 2:
             with pytest.raises(
                 SyncTimeoutError, match=rf"no response from rank 1 \(global {rank + 1}\)"
@@ -78,19 +80,22 @@ def subgroups_on_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_transports_over_overlapping_subgroups(ranks: RankPool) -> None:
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_transports_over_overlapping_subgroups(ranks: RankPool, name: str) -> None:
     for world_size in (3, 4):
-        ranks.run(world_size, subgroups_on_rank)
+        ranks.run(world_size, subgroups_on_rank, name)
 
 
 def mesh_on_rank(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
     with pytest.raises(ValueError, match=r"2 dimensions \('host', 'local'\); pass one"):
         open_c10d(mesh)
-    with open_c10d(mesh["local"], timeout_s=20) as transport:
-        total = torch.tensor([float(rank)])
-        transport.all_reduce(total).wait("the sum of a host")
-        assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
+    for name in ("c10d", "shm"):
+        with open_transport(mesh["local"], name, 20) as transport:
+            assert transport.name == name
+            total = torch.tensor([float(rank)])
+            transport.all_reduce(total).wait("the sum of a host")
+            assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
 
 
 def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:

@@ -73,30 +73,6 @@ def test_tensors_may_be_at_any_address(ranks: RankPool, world_size: int, which: 
     ranks.run(world_size, memories_on_rank, which)
 
 
-def pairs_on_rank(rank: int, world_size: int) -> None:
-    """Overlapping groups of torch, several transports on each, all in use at a time."""
-    pairs = [dist.new_group([i, i + 1]) for i in range(world_size - 1)]
-    mine = [(i, pair) for i, pair in enumerate(pairs) if rank in (i, i + 1)]
-    opened = [(i, open_transport(pair, timeout_s=20)) for i, pair in mine for _ in range(2)]
-    tensors = [torch.full((1000,), float(rank)) for _ in opened]
-    works = [t.all_reduce(tensor) for (_, t), tensor in zip(opened, tensors, strict=True)]
-    for (i, transport), tensor, work in zip(opened, tensors, works, strict=True):
-        work.wait("the sum of a pair")
-        assert transport.name == "shm"
-        assert torch.equal(tensor, torch.full((1000,), 2.0 * i + 1))
-        transport.close()
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
-    with open_transport(mesh["host"], timeout_s=20) as transport:
-        assert transport.name == "shm"
-        value = torch.tensor([float(rank)])
-        transport.all_reduce(value).wait("the sum of a column")
-        assert value.item() == 2 * (rank % 2) + 2
-
-
-def test_several_groups_at_once(ranks: RankPool) -> None:
-    ranks.run(4, pairs_on_rank)
-
-
 MISMATCHES: dict[str, tuple[Callable[[Transport], Any], str]] = {
     "size": (
         lambda t: t.all_reduce(torch.ones(3 + t.rank // 2)),

@@ -128,7 +128,7 @@ def start_under_no_lock(world: Any) -> dict[str, bool]:
         held[name] = held.get(name, False) or any(lock._is_owned() for lock in locks)
         return start(run, name, stop)
 
-    time.sleep(0.7)  # until the thread for the store is idle
+    client_of(world).end()  # the next request starts the thread
     with mock.patch.object(threads, "start_thread", watched):
         open_and_close(world)
     return held

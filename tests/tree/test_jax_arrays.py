@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fddp
+from fddp.averaging import average
 from fddp.native.pack import storage_use_count
-from fddp.sync.averaging import average
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign
 from tests.support.groups import rank_of

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.errors import TreeMismatchError
-from fddp.native import extension
 from fddp.tree.describe import describe_one, leaf_specs
 from fddp.tree.pytree import (
     check_paths,
@@ -28,7 +27,6 @@ from fddp.tree.pytree import (
     insertion_order,
     map_leaves,
     tree_map,
-    walked_order,
 )
 from tests.support.random_trees import Point, trees
 
@@ -331,29 +329,6 @@ def test_tensors_of_transforms_are_described_as_they_appear() -> None:
 def test_descriptions_add_nothing_to_collect() -> None:
     specs = leaf_specs(["a", "b"], [torch.ones(2), None])
     assert not any(gc.is_tracked(spec) for spec in specs)
-
-
-@given(trees)
-def test_containers_are_walked_by_the_extension_as_in_python(tree: Any) -> None:
-    _, treedef = flatten(tree)
-    assert insertion_order(tree, treedef) == walked_order(tree, treedef)
-
-
-@given(
-    st.recursive(
-        st.sampled_from((None, torch.ones(1))),
-        lambda below: st.one_of(
-            st.lists(below, max_size=3),
-            st.lists(below, max_size=3).map(tuple),
-            st.dictionaries(st.text("ab", max_size=2), below, max_size=4),
-            st.dictionaries(st.integers(-3, 12), below, max_size=4),
-        ),
-        max_leaves=12,
-    )
-)
-def test_plain_containers_are_walked_by_the_extension(tree: Any) -> None:
-    _, treedef = flatten(tree)
-    assert extension.load().filled_order(tree) == [*walked_order(tree, treedef)]
 
 
 def test_strides_are_recorded_where_a_bucket_can_keep_them() -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import fddp
-from fddp.core.schedule.op import Op
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
-from fddp.runtime.state import BucketState
+from fddp.runtime import operations
 from tests.support.backward_calls import call_in_backward
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.monitored import DELAY_S, STEPS, check_events
@@ -65,21 +64,21 @@ def pause(where: str) -> None:
 
 def slow_parts() -> ExitStack:
     """Packing and unpacking pause, too."""
-    pack, unpack = BucketState.pack, BucketState.unpack
+    pack, unpack = operations.pack, operations.unpack
 
-    def packed(state: BucketState, step: Any, position: int, op: Op) -> None:
-        is_last = op.bucket == step.program.schedule.sequence[-1]
+    def packed(step: Any, position: int, raise_error: Any = None) -> None:
+        is_last = step.program.schedule.ops[position].bucket == step.program.schedule.sequence[-1]
         pause("pack" if is_last else "pack in backward")
-        pack(state, step, position, op)
+        pack(step, position, raise_error)
 
-    def unpacked(state: BucketState, step: Any, position: int, op: Op) -> None:
-        if op.bucket == 0:
+    def unpacked(step: Any, position: int, wait_soon: bool) -> None:
+        if step.program.schedule.ops[position].bucket == 0:
             pause("unpack")
-        unpack(state, step, position, op)
+        unpack(step, position, wait_soon)
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(BucketState, "pack", packed))
-        patched.enter_context(mock.patch.object(BucketState, "unpack", unpacked))
+        patched.enter_context(mock.patch.object(operations, "pack", packed))
+        patched.enter_context(mock.patch.object(operations, "unpack", unpacked))
         return patched.pop_all()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fddp.cli import common
 
 if TYPE_CHECKING:
-    from fddp.cli.demo.rank import Options
+    from fddp.cli.demo.train import Options
 
 _MAX_RANKS = 16  # with many more, some would have no images
 
@@ -31,15 +31,15 @@ def add(commands: common.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     common.require("rich", "sklearn")
-    from fddp.cli.demo.rank import Options
+    from fddp.cli.demo.train import Options
 
     return run_demo(Options(args.ranks, args.epochs, args.bucket_cap_mb), args.parser.prog)
 
 
 def run_demo(options: Options, prog: str = "fddp demo") -> int:
     """Run the demo, print its table, and return the exit code; `prog` names it in messages."""
-    from fddp.cli.demo.rank import run_rank
     from fddp.cli.demo.report import checks, table
+    from fddp.cli.demo.train import run_rank
 
     report = common.launched(prog, options.ranks, run_rank, options)
     assert report is not None  # it is rank 0's

@@ -8,9 +8,8 @@ from rich import box
 from rich.table import Table
 
 from fddp.cli.common import Check
-from fddp.cli.demo.compare import StepTimes
 from fddp.cli.demo.model import Score
-from fddp.core.text import size_text
+from fddp.extend import size_text
 
 #: Bound on rounding errors of a parameter (float64, of magnitude 1). Ranks sum a batch's gradients
 #: in another order than one process, which changes the last bits (1e-16), and training amplifies
@@ -28,7 +27,6 @@ class Report:
         score: score on the held-out images.
         between_ranks: largest absolute difference of a parameter from rank 0.
         from_one_process: the same between rank 0 and one process with the whole batches.
-        times: time of a step with fddp and with DDP.
         bucket_bytes: size of each bucket, in launch order.
         hidden: share of the time with a bucket in flight in which backward still ran; median of
             the steps.
@@ -42,7 +40,6 @@ class Report:
     score: Score
     between_ranks: float
     from_one_process: float
-    times: StepTimes
     bucket_bytes: tuple[int, ...]
     hidden: float
 
@@ -51,9 +48,8 @@ def checks(report: Report) -> dict[str, Check]:
     """Return the conditions of a correct run, by the name of their row.
 
     Example:
-        >>> from fddp.cli.demo.compare import StepTimes
-        >>> score, times = Score(loss=0.1, accuracy=0.97), StepTimes(fddp_s=4e-3, ddp_s=4e-3)
-        >>> report = Report(2, 1, 1437, 12, "c10d", score, 0.0, 0.5, times, (1024,), 0.5)
+        >>> score = Score(loss=0.1, accuracy=0.97)
+        >>> report = Report(2, 1, 1437, 12, "c10d", score, 0.0, 0.5, (1024,), 0.5)
         >>> for name, check in checks(report).items():
         ...     print(f"{name}: {check}")
         difference between ranks: passed: must be 0
@@ -79,10 +75,6 @@ def table(report: Report) -> Table:
     rows.add_row("accuracy on held-out images", f"{report.score.accuracy:.1%}", "")
     for name, check in checks(report).items():
         rows.add_row(name, f"{check.value:.1e}" if check.value else "0", str(check))
-    ratio = report.times.fddp_s / report.times.ddp_s
-    rows.add_row("step with fddp", f"{report.times.fddp_s * 1e3:.2f} ms", "loss and gradients")
-    rows.add_row("step with torch DDP", f"{report.times.ddp_s * 1e3:.2f} ms", "the same buckets")
-    rows.add_row("fddp / DDP", f"{ratio:.2f}", "of medians, taken in turn")
     sizes = ", ".join(map(size_text, report.bucket_bytes))
     rows.add_row("buckets", f"{len(report.bucket_bytes)}", sizes)
     rows.add_row("communication hidden", f"{report.hidden:.0%}", "behind backward, median step")

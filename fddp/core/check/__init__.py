@@ -3,23 +3,30 @@
 All ranks run the same operations in the same order. One list of operations is therefore executed
 symbolically for all ranks (`symbolic.py`), at a cost that depends only on the number of operations.
 Each bucket is executed for every decision of the control word (`dataflow.py`). Only dependencies
-order operations (`ordering.py`). Buckets of the same form are executed once (`forms.py`).
+order operations (`ordering.py`).
 """
 
 from __future__ import annotations
 
-from fddp.core.check.execution import check_by_execution
-from fddp.core.check.forms import is_proved_by_forms
-from fddp.core.check.periodic import check_periodic_schedule
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+
+from fddp.core.check.dataflow import Flow
+from fddp.core.check.ordering import Order, check_order, check_reads_of_control
+from fddp.core.check.symbolic import Algebra, branches
 from fddp.core.check.virtual import check_virtual
-from fddp.core.schedule.periodic import PeriodicSchedule
+from fddp.core.check.well_formed import check_form
 from fddp.core.schedule.schedule import Schedule
 
+# Number of operations whose order is computed at a time. Each needs one bit per operation of the
+# schedule, so that all at once would need quadratic memory.
+_BATCH = 4096
 
-def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
+
+def check_schedule(schedule: Schedule) -> None:
     """Prove that a schedule is correct, or raise an error.
 
-    A schedule of one step is correct if, for each bucket and each decision of the control word:
+    It is correct if, for each bucket and each decision of the control word:
 
     - each element is unpacked once, on the ranks required by `schedule.result`;
     - it holds the gradient of each rank exactly once, late gradients included, divided by the
@@ -30,20 +37,10 @@ def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     - no operation uses memory of an unfinished one, see [Note: required dependencies];
     - with virtual ranks, each is summed once, in the order of the tree, see [Note: virtual ranks].
 
-    A periodic schedule (`fddp.periodic`) is correct if:
-
-    - each leaf is in exactly one fragment;
-    - in each period, the collective of each fragment is started once, at the step and along the
-      axes that `Fragment.when` states, and its average is applied once, `Fragment.delay` steps
-      later;
-    - no fragment is started again while its collective is in flight, and none is applied that is
-      not in flight.
-
     The cost does not depend on the number of ranks.
 
     Raises:
-        ScheduleError: the schedule is wrong; the text names the operation or event, bucket, leaf
-            and ranks, or the fragment, leaves and step.
+        ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks.
 
     Example:
         >>> import dataclasses
@@ -62,9 +59,21 @@ def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
         leaf 'w' (elements 0:8), summed along local only: the gradients of ranks 4, 8, 12, ...
         are missing; reduce it along host too
     """
-    if isinstance(schedule, PeriodicSchedule):
-        check_periodic_schedule(schedule)
-        return
-    if not is_proved_by_forms(schedule):
-        check_by_execution(schedule)
+    by_bucket = check_form(schedule)
+    control = check_order(schedule)
+    algebra = Algebra(schedule)
+    for batch in _batches(by_bucket):
+        order = Order(schedule.ops, [control, *(i for b in batch for i in by_bucket[b])])
+        for bucket in batch:
+            positions = by_bucket[bucket]
+            check_reads_of_control(schedule, control, positions, order)
+            for branch in branches(schedule, bucket):
+                Flow(schedule, bucket, branch, algebra, order).follow(positions)
     check_virtual(schedule)
+
+
+def _batches(by_bucket: Mapping[int, Sequence[int]]) -> Iterator[list[int]]:
+    before = accumulate(map(len, by_bucket.values()), initial=0)
+    number = {bucket: count // _BATCH for bucket, count in zip(by_bucket, before, strict=False)}
+    for _, batch in groupby(by_bucket, key=number.__getitem__):
+        yield list(batch)

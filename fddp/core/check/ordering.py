@@ -85,7 +85,8 @@ def _check_piggyback(schedule: Schedule, control: int) -> int:
             "no all-reduce of its bucket depends on it, so it would not be reduced; make the last "
             "all-reduce depend on it, or set bucket -1 and axes"
         )
-    problem = piggyback_problem(schedule, bucket)
+    wire_dtype = schedule.wire_dtypes[bucket]
+    problem = piggyback_problem(schedule.plan, schedule.topology, wire_dtype, schedule.scaling)
     if problem is not None:
         Location(schedule, control).fail(f"{problem}; or set bucket -1 and axes")
     names = schedule.topology.names

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fddp.core.numerics.arguments import check_counts, check_real
-
 
 class LossScale(NamedTuple):
     """State of loss scaling: a pytree of two numbers, to be saved with the optimizer's state.
@@ -52,8 +50,7 @@ def next_loss_scale(
         least, most: bounds of the factor.
 
     Raises:
-        TypeError: `all_finite` is not a bool, `scale` is not a `LossScale` of numbers, or an option
-            has the wrong type.
+        TypeError: `all_finite` is not a bool.
         ValueError: an option is out of range, or the factor is outside of the bounds.
 
     Example:
@@ -66,16 +63,10 @@ def next_loss_scale(
         LossScale(factor=8.0, streak=0)
         LossScale(factor=8.0, streak=1)
     """
-    if not (isinstance(scale, LossScale) and hasattr(scale.factor, "__float__")):
-        raise TypeError(f"scale must be a LossScale of two numbers, got {scale!r}")
     if not isinstance(all_finite, bool):
         raise TypeError(f"all_finite must be a bool, got {all_finite!r}; pass info.all_finite")
-    check_real(growth=growth, backoff=backoff, least=least, most=most)
-    check_counts("steps", every=every, **{"the streak of a loss scale": scale.streak})
     if not (math.isfinite(scale.factor) and scale.factor > 0.0):
         raise ValueError(f"the loss scale must be finite and above 0, got {scale.factor}")
-    if scale.streak < 0:
-        raise ValueError(f"the streak of a loss scale must not be negative, got {scale.streak}")
     if not (growth > 1.0 > backoff > 0.0 and every >= 1 and 0.0 < least <= most < math.inf):
         raise ValueError(
             f"growth must be above 1, backoff between 0 and 1, every at least 1 and 0 < least <= "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from math import prod
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -104,37 +103,6 @@ def is_counts(values: object, at_least: int = 0) -> TypeGuard[tuple[int, ...]]:
     if not isinstance(values, tuple) or not {*map(type, values)} <= {int}:
         return False
     return not values or (min(values) >= at_least and max(values) <= MAX_COUNT)
-
-
-def are_leaves(leaves: Sequence[Any]) -> bool:
-    """Return True if `leaf_problem` finds no problem in any leaf.
-
-    Leaves of a large tree have few shapes, and each is checked once per dtype. Columns of
-    attributes are read by built-in functions, so that the cost per leaf is small.
-
-    >>> are_leaves([LeafSpec("w", (2, 3), "float32"), LeafSpec("b", (), "float32")])
-    True
-    >>> are_leaves([LeafSpec("w", (-1,), "float32")])
-    False
-    """
-    if not leaves:
-        return True
-    if {*map(type, leaves)} != {LeafSpec}:
-        return False
-    columns = ([*map(itemgetter(field), leaves)] for field in range(len(LeafSpec._fields)))
-    paths, shapes, dtypes, strides, devices, sparse = columns
-    texts = {*map(type, paths), *map(type, dtypes), *map(type, devices)}
-    if texts != {str} or {*map(type, sparse)} != {bool} or {*map(type, shapes)} != {tuple}:
-        return False
-    # Before shapes are compared: (True,) equals (1,) and is no shape.
-    if not {*map(type, chain.from_iterable(shapes))} <= {int}:
-        return False
-    distinct = {*zip(shapes, dtypes, strict=True)}
-    if any(leaf_problem(LeafSpec("", shape, dtype)) is not None for shape, dtype in distinct):
-        return False
-    if strides.count(None) == len(strides):
-        return True
-    return all(leaf_problem(leaf) is None for leaf in leaves if leaf[3] is not None)
 
 
 def leaf_problem(leaf: object) -> str | None:

@@ -24,7 +24,6 @@ from fddp.core.plan.bucket import assign_buckets, packed_offsets
 from fddp.core.plan.leaf import (
     ITEM_BYTES,
     MAX_COUNT,
-    are_leaves,
     is_counts,
     kind_of,
     leaf_problem,
@@ -297,10 +296,10 @@ def _name(leaf: int, leaves: Sequence[LeafSpec]) -> str:
 def _check_leaves(leaves: object) -> None:
     if not isinstance(leaves, tuple):
         raise ValueError(f"leaves must be a tuple of LeafSpec, got {reprlib.repr(leaves)}")
-    if not are_leaves(leaves):
-        problems = ((position, leaf_problem(leaf)) for position, leaf in enumerate(leaves))
-        position, problem = next(found for found in problems if found[1] is not None)
-        raise ValueError(f"leaves[{position}] {problem}")
+    for position, leaf in enumerate(leaves):
+        problem = leaf_problem(leaf)
+        if problem is not None:
+            raise ValueError(f"leaves[{position}] {problem}")
     paths = [leaf.path for leaf in leaves]
     if len(set(paths)) != len(paths):
         [(path, count)] = Counter(paths).most_common(1)

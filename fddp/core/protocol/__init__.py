@@ -1,1 +1,1 @@
-"""Protocol between ranks: control word, messages, readiness of buckets."""
+"""Protocol between ranks: control word, launch rule, messages."""

@@ -8,7 +8,7 @@ from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
-from fddp.core.schedule.piggyback import with_piggybacked_word
+from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
@@ -48,16 +48,16 @@ def make_schedule(
     split_mb: float | None = None,
     deterministic: bool = False,
     virtual_ranks: int | None = None,
-    ride: bool = True,
+    piggyback: bool = True,
 ) -> Schedule:
     """Build the schedule that reduces the buckets of a plan to their mean over all ranks.
 
     Dense buckets are packed in plan order, each when its gradients are ready. Collectives of
     consecutive buckets overlap: the second collective of a bucket runs at the same time as the
     first collective of the next. The control word is piggybacked on the all-reduce of the last
-    bucket if possible (see `with_piggybacked_word`); else it follows the first collective of the
-    last bucket. Conditional repairs follow, then sparse buckets, whose gradients (of embeddings)
-    are usually ready last.
+    bucket if that runs on the CPU over all ranks, in a dtype that can hold the word; else it
+    follows the first collective of the last bucket. Conditional repairs follow, then sparse
+    buckets, whose gradients (of embeddings) are usually ready last.
 
     Args:
         plan: bucket plan.
@@ -82,7 +82,7 @@ def make_schedule(
         virtual_ranks: number of virtual ranks whose mean is formed, at least the number of ranks;
             None for one gradient per rank. Implies `deterministic`; the association of sums then
             depends on this number alone. See [Note: virtual ranks] in `virtual.py`.
-        ride: if False, the control word always has its own collective.
+        piggyback: if False, the control word always has its own collective.
 
     Raises:
         TypeError: `plan` is no plan, or `topology` neither a topology nor an int.
@@ -128,12 +128,17 @@ def make_schedule(
         if not bucket.sparse
     }
     builder = _Builder(plan, topology, chain, pieces)
-    builder.append_chains()
+    last = next(reversed(pieces), -1)
+    is_flat = chain.stages == (_Stage("all_reduce", topology.names),) and last >= 0
+    # On an accelerator, the host would wait for all queued device work to read the word.
+    on_cpu = is_flat and plan.buckets[last].device.partition("#")[0] in ("cpu", "meta")
+    can_ride = on_cpu and not piggyback_problem(plan, topology, wire_dtypes[last], scaling)
+    builder.append_chains(piggyback=piggyback and can_ride)
     for b in pieces:
         builder.append_repair(b, again=deterministic or wire_dtypes[b] in RETAINED_DTYPES)
     builder.append_gathers()
     builder.append_unpacks()
-    schedule = Schedule(
+    return Schedule(
         plan,
         topology,
         builder.ops,
@@ -143,7 +148,6 @@ def make_schedule(
         deterministic,
         virtual,
     )
-    return with_piggybacked_word(schedule) if ride else schedule
 
 
 def make_all_gather_schedule(schedule: Schedule) -> Schedule:
@@ -302,7 +306,7 @@ class _Builder:
     def ops(self) -> tuple[Op, ...]:
         return tuple(self._ops)
 
-    def append_chains(self) -> None:
+    def append_chains(self, *, piggyback: bool = False) -> None:
         """Append the collectives of all pieces, interleaved, and the control word."""
         order = [piece for pieces in self._pieces.values() for piece in pieces]
         if not order:
@@ -314,9 +318,11 @@ class _Builder:
                     piece = order[slot - stage]
                     if stage == 0:
                         self._append_pack(piece)
-                    if stage < len(self._chain.stages):
+                    if piggyback and piece == order[-1]:
+                        self._append_carrier(piece)
+                    elif stage < len(self._chain.stages):
                         self._extend(piece, self._chain.stages[stage])
-                if stage == 0 and slot == len(order) - 1:
+                if stage == 0 and slot == len(order) - 1 and not piggyback:
                     self._append_control(order[-1].bucket)
 
     def append_repair(self, bucket: int, *, again: bool) -> None:
@@ -360,15 +366,22 @@ class _Builder:
             packed = self._append(_Stage("pack"), _whole(pieces), ())
             self._ends.update(dict.fromkeys(pieces, packed))
 
-    def _append_control(self, last_bucket: int) -> None:
+    def _append_control(self, last_bucket: int, *, piggyback: bool = False) -> None:
         """Append the control word after the packing of the last bucket, which completes it."""
         positions = enumerate(self._ops)
         packs = tuple(i for i, op in positions if op.kind == "pack" and op.bucket == last_bucket)
         self._control = len(self._ops)
-        self._ops.append(Op("control", -1, self._axes, CONTROL_REGION, packs))
+        bucket, axes = (last_bucket, ()) if piggyback else (-1, self._axes)
+        self._ops.append(Op("control", bucket, axes, CONTROL_REGION, packs))
+
+    def _append_carrier(self, piece: _Piece) -> None:
+        """Append a piggybacked control word, and the all-reduce that carries it."""
+        self._append_control(piece.bucket, piggyback=True)
+        deps = (self._ends[piece], self._control)
+        self._ends[piece] = self._control = self._append(self._chain.stages[0], piece, deps)
 
     def _ends_of(self, pieces: list[_Piece]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self._ends[piece] for piece in pieces))
+        return tuple(self._ends[piece] for piece in pieces)
 
     def _extend(self, piece: _Piece, stage: _Stage, when: When = "always") -> None:
         """Append an operation that depends on the last one on the same piece."""
@@ -379,6 +392,7 @@ class _Builder:
     ) -> int:
         buffer: Buffer = "repair" if when == "late" and stage.kind != "add" else "bucket"
         region = Region(buffer, piece.start, piece.stop, stage.shard)
+        deps = tuple(dict.fromkeys(deps))
         self._ops.append(Op(stage.kind, piece.bucket, stage.axes, region, deps, when))
         return len(self._ops) - 1
 

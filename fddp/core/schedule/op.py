@@ -17,8 +17,7 @@ that read the reduced word depend on the carrier.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal[
     "pack", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather", "unpack"
@@ -85,43 +84,6 @@ def is_collective(op: Op) -> bool:
 
 
 _KINDS, _WHENS, _BUFFERS = get_args(Kind), get_args(When), get_args(Buffer)
-
-
-def are_ops(ops: Sequence[Any]) -> bool:
-    """Return True if `op_problem` finds no problem in any operation.
-
-    Columns of fields are read by built-in functions, so that the cost per operation is small. False
-    also for instances of subclasses, in which `op_problem` may find no problem.
-
-    Example:
-        >>> are_ops([Op("pack", 0, (), Region("bucket", 0, 4), ())]), are_ops(["pack"])
-        (True, False)
-    """
-    if not ops:
-        return True
-    if {*map(type, ops)} != {Op}:
-        return False
-    regions = [op.region for op in ops]
-    if {*map(type, regions)} != {Region}:
-        return False
-    choices = (
-        ([op.kind for op in ops], _KINDS),
-        ([op.when for op in ops], _WHENS),
-        ([region.buffer for region in regions], _BUFFERS),
-    )
-    for values, allowed in choices:
-        if {*map(type, values)} != {str} or not {*values}.issubset(allowed):
-            return False
-    starts, stops = [region.start for region in regions], [region.stop for region in regions]
-    for numbers in ([op.bucket for op in ops], starts, stops):
-        if {*map(type, numbers)} != {int} or min(numbers) < -1 or max(numbers) >= 2**63:
-            return False
-    axes, shards = [op.axes for op in ops], [region.shard for region in regions]
-    deps = [op.deps for op in ops]
-    return all(
-        {*map(type, column)} == {tuple} and {*map(type, chain.from_iterable(column))} <= {kind}
-        for column, kind in ((axes, str), (shards, str), (deps, int))
-    )
 
 
 def op_problem(op: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Placement of the control word: piggybacked on the last bucket, or reduced separately.
+"""Placement of the control word: piggybacked on a bucket, or reduced separately.
 
 See [Note: piggybacked control word] in `op.py`.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import (
     MOST_LEAVES,
     MOST_RANKS,
@@ -16,26 +17,30 @@ from fddp.core.protocol.control_word import (
     Format,
     limb_bits,
 )
-from fddp.core.schedule.op import Op, is_collective
-from fddp.core.schedule.schedule import Schedule, summands
+from fddp.core.schedule.op import Op
+from fddp.core.schedule.schedule import Scaling, Schedule, summands
+from fddp.core.schedule.topology import Topology
 from fddp.core.text import counted
 
 #: wire dtypes of buckets that can carry the control word
 FORMATS: frozenset[str] = frozenset({"float32", "float64"})
 
 
-def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
+def piggyback_problem(
+    plan: BucketPlan, topology: Topology, wire_dtype: str, scaling: Scaling
+) -> str | None:
     """Return the reason why a bucket can't carry the control word, or None if it can."""
-    ranks, leaves = schedule.topology.world_size, len(schedule.plan.reduced)
-    wire = schedule.wire_dtypes[bucket]
-    if wire not in FORMATS:
-        return f"its bucket is reduced in {wire}, which can't hold it; float32 and float64 can"
-    if wire == "float32" and (ranks > MOST_RANKS or leaves > MOST_LEAVES):
+    ranks, leaves = topology.world_size, len(plan.reduced)
+    if wire_dtype not in FORMATS:
+        return (
+            f"its bucket is reduced in {wire_dtype}, which can't hold it; float32 and float64 can"
+        )
+    if wire_dtype == "float32" and (ranks > MOST_RANKS or leaves > MOST_LEAVES):
         return (
             f"float32 holds the control word of at most {MOST_RANKS} ranks and {MOST_LEAVES} "
             f"leaves, got {counted(ranks, 'rank')} and {counted(leaves, 'leaf')}"
         )
-    if schedule.scaling == "average":
+    if scaling == "average":
         return "an averaging collective would divide it; set scaling to 'before' or 'after'"
     return None
 
@@ -53,47 +58,21 @@ def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
     return ControlLayout(leaves, buckets, with_order, fmt, bits)
 
 
-def with_piggybacked_word(schedule: Schedule) -> Schedule:
-    """Piggyback the control word on the last bucket if possible; else return the same schedule.
-
-    The collectives of the last bucket must be all-reduces over all ranks, in a dtype that can hold
-    the word, and the last of them must follow all packing. The bucket must be on the CPU: on an
-    accelerator, the host would wait for all queued device work to read the word.
-
-    Example:
-        >>> from fddp.core.schedule.builder import make_schedule
-        >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
-        >>> from fddp.core.schedule.topology import Topology
-        >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
-        >>> piggybacked = make_schedule(plan, Topology(world=2))
-        >>> [op.kind for op in piggybacked.ops[:3]]
-        ['pack', 'control', 'all_reduce']
-        >>> [op.kind for op in with_separate_word(piggybacked).ops[:3]]
-        ['pack', 'all_reduce', 'control']
-        >>> with_piggybacked_word(with_separate_word(piggybacked)) == piggybacked
-        True
-    """
-    ops, control = schedule.ops, schedule.control
-    carrier = _possible_carrier(schedule)
-    if carrier < 0 or control < 0 or ops[control].bucket >= 0:
-        return schedule
-    order = [i for i in range(len(ops)) if i != control]
-    order.insert(order.index(carrier), control)
-    # Operations that depended on the control word now depend on the carrier.
-    moved = _reordered(ops, order, {control: (carrier,)})
-    place = order.index(control)
-    moved[place] = moved[place]._replace(bucket=ops[carrier].bucket, axes=())
-    moved[place + 1] = moved[place + 1]._replace(deps=(*moved[place + 1].deps, place))
-    if any(dep >= i for i, op in enumerate(moved) for dep in op.deps):
-        return schedule  # an operation reads the word before the carrier is launched
-    return replace(schedule, ops=tuple(moved))
-
-
 def with_separate_word(schedule: Schedule) -> Schedule:
     """Reduce a piggybacked control word by its own collective, right after its carrier.
 
     Communication hooks need this, because they replace all-reduces. A schedule with a separate
     control word is returned unchanged.
+
+    Example:
+        >>> from fddp.core.schedule.builder import make_schedule
+        >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
+        >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
+        >>> piggybacked = make_schedule(plan, 2)
+        >>> [op.kind for op in piggybacked.ops[:3]]
+        ['pack', 'control', 'all_reduce']
+        >>> [op.kind for op in with_separate_word(piggybacked).ops[:3]]
+        ['pack', 'all_reduce', 'control']
     """
     ops, control, carrier = schedule.ops, schedule.control, schedule.piggyback_op
     if carrier < 0:
@@ -111,29 +90,6 @@ def with_separate_word(schedule: Schedule) -> Schedule:
     place = order.index(control)
     moved[place] = moved[place]._replace(bucket=-1, axes=schedule.topology.names)
     return replace(schedule, ops=tuple(moved))
-
-
-def _possible_carrier(schedule: Schedule) -> int:
-    """Return the position of the last bucket's last all-reduce, or -1 if it can't be a carrier."""
-    if not schedule.sequence:
-        return -1
-    ops, bucket = schedule.ops, schedule.sequence[-1]
-    device = schedule.plan.buckets[bucket].device.partition("#")[0]
-    if device not in ("cpu", "meta") or piggyback_problem(schedule, bucket) is not None:
-        return -1
-    own = [i for i, op in enumerate(ops) if op.bucket == bucket and op.when == "always"]
-    chain = [i for i in own if is_collective(ops[i])]
-    packs = [i for i, op in enumerate(ops) if op.kind == "pack" and op.when == "always"]
-    if not chain or packs[-1] > chain[-1]:
-        return -1
-    are_flat = all(
-        ops[i].kind == "all_reduce"
-        and set(ops[i].axes) == set(schedule.topology.names)
-        and not ops[i].region.shard
-        for i in chain
-    )
-    is_last = ops[chain[-1]].region.stop == schedule.buffer_numels[bucket]
-    return chain[-1] if are_flat and is_last else -1
 
 
 def _depends_indirectly(ops: Sequence[Op], position: int, target: int) -> bool:

@@ -19,7 +19,6 @@ from fddp.core.protocol.messages import Schema, decode
 from fddp.core.schedule.op import (
     Op,
     Region,
-    are_ops,
     is_collective,
     is_piggybacked,
     is_texts,
@@ -112,7 +111,7 @@ class Schedule:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-        for position, op in enumerate(() if are_ops(self.ops) else self.ops):
+        for position, op in enumerate(self.ops):
             problem = op_problem(op)
             if problem is not None:
                 raise ValueError(f"ops[{position}] {problem}")

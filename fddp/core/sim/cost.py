@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -107,28 +107,20 @@ class CostModel:
             )
         _check_algorithm(self.algorithm)
 
-    @overload
-    def time_s(self, kind: CollectiveKind, nbytes: float, ranks: int) -> float: ...
-
-    @overload
-    def time_s(self, kind: CollectiveKind, nbytes: npt.NDArray[Any], ranks: int) -> FloatArray: ...
-
-    def time_s(
-        self, kind: CollectiveKind, nbytes: float | npt.NDArray[Any], ranks: int
-    ) -> float | FloatArray:
+    def time_s(self, kind: CollectiveKind, nbytes: float, ranks: int) -> float:
         """Return the time in seconds of a collective outside of backward.
 
         Args:
             kind: "all_reduce", "reduce_scatter", "all_gather" or "control" (an all-reduce).
             nbytes: bytes of the group's whole buffer: of the input of a reduce-scatter and the
-                output of an all-gather. For an array, the result is an array of the same shape.
+                output of an all-gather.
             ranks: number of ranks in the group.
 
         Raises:
             ValueError: an unknown kind, less than one rank, or bytes that are negative or NaN.
         """
         steps, share = factors(kind, ranks, self.algorithm)
-        if not np.all(np.asarray(nbytes) >= 0):
+        if not nbytes >= 0:
             raise ValueError(f"nbytes must be at least 0, got {nbytes!r}")
         return steps * self.alpha_s + share * self.beta_s_per_byte * nbytes
 

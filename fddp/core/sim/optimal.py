@@ -26,7 +26,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from fddp.core.plan.bucket import Bucket, assign_buckets
 from fddp.core.plan.defaults import MIB
@@ -51,7 +50,6 @@ _ROUNDS = 4  # of optimisation of classes in turn; most converge in two
 _HALVINGS = 10  # of the cap, for schedules that are not described by one channel
 _ROUNDING = 1e-12  # relative tolerance of times
 
-_Indices = npt.NDArray[np.intp]
 Ends = tuple[int, ...]  # of the buckets of a class, as numbers of leaves of the class
 
 
@@ -340,33 +338,13 @@ def _optimum(members: _Class, channel: _Channel) -> Ends:
 
 def _with_one_more(free: FloatArray, members: _Class, channel: _Channel) -> FloatArray:
     """Return the end of the first 0, 1, 2, ... leaves with one more bucket than in `free`; shape
-    `(leaves + 1,)`.
-
-    `free` is sorted, because more leaves never end earlier. Among the starts at which the channel
-    is free before the bucket is ready, the last is best, because the bucket is smallest. After
-    those, the bucket begins when the channel is free.
-    """
+    `(leaves + 1,)`."""
     sent = channel.byte_s * members.begins
-    last = np.arange(len(members.ready))
-    idle = np.minimum(np.searchsorted(free, members.ready, side="right") - 1, last)
-    ends = np.minimum(members.ready - sent[idle], _least(free - sent, idle + 1, last))
-    return np.concatenate([[0.0], np.maximum.accumulate(ends + channel.bucket_s + sent[1:])])
-
-
-def _least(values: FloatArray, first: _Indices, last: _Indices) -> FloatArray:
-    """Return the minimum of `values[first[i] : last[i] + 1]` for each i; infinity if empty."""
-    table = [values]  # minima of 1, 2, 4, ... consecutive values
-    for _ in range(len(values).bit_length() - 1):
-        width = 1 << (len(table) - 1)
-        longer = table[-1].copy()
-        np.minimum(longer[:-width], table[-1][width:], out=longer[:-width])
-        table.append(longer)
-    lengths = np.maximum(last - first + 1, 1)
-    level = np.log2(lengths).astype(np.intp)
-    stacked = np.stack(table)
-    first = np.minimum(first, len(values) - 1)
-    least = np.minimum(stacked[level, first], stacked[level, last - (1 << level) + 1])
-    return np.where(last < first, np.inf, least)
+    ends = np.zeros(len(free))
+    for i, ready in enumerate(members.ready, start=1):
+        start = np.maximum(free[:i], ready)
+        ends[i] = (start - sent[:i]).min() + channel.bucket_s + sent[i]
+    return ends
 
 
 def _plan(

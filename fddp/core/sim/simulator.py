@@ -1,12 +1,12 @@
 """Simulation of one step of a schedule on a cost model.
 
-Rules for each rank, the same as those of the runtime:
+Rules for each rank:
 
-- Operations launch in schedule order. During backward, the packing and the collectives of a bucket
-  launch when its gradients are ready and their dependencies are done. The packing of the last
-  bucket and everything after it wait for the end of backward.
-- Repairs run for the buckets in `late` and are skipped for all others. Repairs, sparse buckets and
-  unpacking wait for the control word. A piggybacked control word adds its bytes to its carrier.
+- Operations launch in schedule order, as soon as the runtime's rule allows it
+  (`core/protocol/launch.py`).
+- Repairs run for the buckets in `late` and are skipped for all others. Operations that the rule
+  allows only in the phase "free" wait for the control word. A piggybacked control word adds its
+  bytes to its carrier.
 - A collective begins when all ranks of its group have launched it and the group's earlier
   collectives are done. Different groups run in parallel. During backward on a rank of the group, it
   advances at the speed `CostModel.overlap`.
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.core.protocol.launch import may_launch
 from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule
@@ -34,7 +35,6 @@ from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import MOST_S, CollectiveKind, CostModel, FloatArray, preset_or_model
 from fddp.core.text import counted
 from fddp.core.timeline import COMPUTE, Span, Timeline, backward_span
-from fddp.errors import ScheduleError
 
 Cost = CostModel | str | Mapping[str, CostModel | str]
 ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
@@ -42,9 +42,7 @@ ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
 MOST_SPREAD = 10.0
 """Largest spread of `Jitter`: one rank in a thousand is then slower by a factor of 10**13."""
 
-_DURING_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
 _MOST_RANKS = 2**22  # simulated with jitter: about 100 bytes per rank and group of axes
-_AFTER_CONTROL = frozenset({"gather", "unpack"})
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def simulate(
     simulated.
 
     Args:
-        schedule: schedule to simulate.
+        schedule: schedule to simulate, which `check_schedule` accepts.
         cost: model of the links, or one model per axis of the topology; names of `PRESETS` stand
             for models. A group along several axes has the worst of their models.
         ready_times_s: seconds from the start of the step until the gradient of each leaf is ready,
@@ -120,8 +118,6 @@ def simulate(
         ValueError: times that are negative, above 1e9, missing or of the wrong length; an axis
             without a model; an unknown preset; a late bucket that is not in the plan; jitter on
             more than 4 million ranks.
-        ScheduleError: operations that depend on later ones, or have unknown buckets, axes or
-            shards.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -298,17 +294,17 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
     control: tuple[int, ...] = ()
     after_control = False
     for position, op in enumerate(schedule.ops):
-        _check_names(schedule, position)
         waits = [wait for dep in op.deps for wait in done_by[dep]]
+        before = range(position)  # all done, so that the rule depends on gradients alone
+        in_backward = may_launch(schedule, position, {op.bucket}, before, "backward")
         # Even skipping an operation needs the control word, so all later operations wait for it.
-        after_control = after_control or op.when != "always" or op.kind in _AFTER_CONTROL
+        after_control |= not may_launch(schedule, position, (), before, "complete")
         if after_control:
             waits.extend(control)
         if op.when != "always" and op.bucket not in late:
             done_by.append(tuple(dict.fromkeys(waits)))
             continue
-        is_early = op.kind in _DURING_BACKWARD and op.when == "always"
-        ready = op.bucket if is_early and op.bucket not in schedule.sequence[-1:] else -1
+        ready = op.bucket if in_backward else -1
         group, work_s, overlap = None, 0.0, 1.0
         if is_collective(op):
             group = tuple(names.index(axis) for axis in op.axes)
@@ -320,24 +316,6 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
         if position == max(schedule.control, schedule.piggyback_op):
             control = (position,)
     return tasks
-
-
-def _check_names(schedule: Schedule, position: int) -> None:
-    """Reject errors that would break the simulation, since schedules need not be verified."""
-    op, plan, names = schedule.ops[position], schedule.plan, schedule.topology.names
-    problem = None
-    if any(not 0 <= dep < position for dep in op.deps):
-        problem = f"depends on operations {op.deps}, which must come before it"
-    elif op.kind != "control" and not 0 <= op.bucket < len(plan.buckets):
-        problem = f"has bucket {op.bucket} of {len(plan.buckets)}"
-    elif not {*op.axes, *op.region.shard} <= set(names):
-        problem = f"has axes that are not in {schedule.topology}"
-    if problem is not None:
-        raise ScheduleError(
-            f"{schedule.describe(position)} {problem}; verify it with fddp.check_schedule",
-            op=position,
-            bucket=op.bucket,
-        )
 
 
 def _span(schedule: Schedule, task: _Task, times_s: Sequence[float]) -> Span:

@@ -1,5 +1,5 @@
 // Observer of the backward passes through a module, for its driver in Python; see
-// [Note: the end of backward] in fddp/ddp/backward_steps.py.
+// [Note: the end of backward] in fddp/ddp/steps.py.
 //
 // The usual backward pass enters Python twice: at its first gradient and at its end. What is unusual
 // is decided by the driver, in Python.

@@ -300,6 +300,7 @@ void bind_gradient_counter(py::module_& m) {
       .def("arrival_count", &GradientCounter::arrival_count)
       .def("used", &GradientCounter::used)
       .def("all_used", &GradientCounter::all_used)
+      .def("is_complete", &GradientCounter::is_complete)
       .def("is_as_expected", &GradientCounter::is_as_expected)
       .def("late", &GradientCounter::late)
       .def("counts", &GradientCounter::counts)

@@ -38,6 +38,7 @@ class PendingInPython : public PendingCollective {
     work_.get().attr("wait")(what());
     return true;
   }
+  bool notes_waits() const override { return true; }
   py::object to_python() override { return work_.get(); }
 
  private:
@@ -67,6 +68,11 @@ class CollectivesOfOne : public Collectives {
 };
 
 }  // namespace
+
+std::shared_ptr<PendingCollective> pending_in_python(py::object work) {
+  return work.is_none() ? nullptr : std::make_shared<PendingInPython>(std::move(work));
+}
+
 }  // namespace fddp
 
 void bind_collectives(py::module_& m) {

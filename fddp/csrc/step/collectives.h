@@ -25,9 +25,15 @@ class PendingCollective {
   // the collective for errors.
   virtual bool wait(const std::function<std::string()>& what) = 0;
 
+  // Return true if `wait` records the time it takes, for telemetry/waits.py.
+  virtual bool notes_waits() const { return false; }
+
   // Return the handle by which Python waits for the same collective. Called with the GIL.
   virtual pybind11::object to_python() = 0;
 };
+
+// Return the work of a collective that Python has started; null for None. Called with the GIL.
+std::shared_ptr<PendingCollective> pending_in_python(pybind11::object work);
 
 class Collectives {
  public:

@@ -1,8 +1,7 @@
-// Descriptions of the leaves of a tree, and the order in which its containers were filled: one call
-// for a whole tree.
+// Descriptions of the leaves of a tree: one call for a whole tree.
 //
-// Both know the usual cases only and leave all others to Python (fddp/tree/describe.py and
-// pytree.py), whose results they repeat.
+// Knows the usual leaves only and leaves all others to Python (fddp/tree/describe.py), whose results
+// it repeats.
 
 #include <Python.h>
 
@@ -16,7 +15,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -129,83 +127,10 @@ py::tuple describe_leaves(const py::type& spec_type, const py::sequence& paths, 
   return py::make_tuple(std::move(specs), std::move(devices));
 }
 
-// Lists the leaves of plain containers in the order in which these were filled.
-class FilledOrder {
- public:
-  // Numbers of the leaves in canonical order. Valid if `add` has returned true.
-  const std::vector<int64_t>& numbers() const { return numbers_; }
-
-  // Append the leaves below a value, numbered from 0. Return false if it is neither a plain container
-  // with sortable keys nor a leaf.
-  bool add(PyObject* value, int depth) {
-    if (value == Py_None || THPVariable_CheckExact(value)) {
-      numbers_.push_back(0);
-      return true;
-    }
-    if (depth == kMaxDepth) return false;
-    if (PyDict_CheckExact(value)) return add_dict(value, depth);
-    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return false;
-    const size_t first = numbers_.size();
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      const size_t begin = numbers_.size();
-      if (!add(PySequence_Fast_GET_ITEM(value, i), depth + 1)) return false;
-      shift(begin, numbers_.size(), static_cast<int64_t>(begin - first));
-    }
-    return true;
-  }
-
- private:
-  static constexpr int kMaxDepth = 200;
-
-  struct Span {
-    size_t begin, end;
-  };
-
-  bool add_dict(PyObject* dict, int depth) {
-    py::list keys;
-    std::unordered_map<PyObject*, Span> spans;
-    PyObject *key = nullptr, *entry = nullptr;
-    PyTypeObject* type = nullptr;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(dict, &position, &key, &entry)) {
-      // Strings alone and integers alone are sorted by value.
-      if (type == nullptr) type = Py_TYPE(key);
-      if (Py_TYPE(key) != type || !(PyUnicode_CheckExact(key) || PyLong_CheckExact(key))) return false;
-      keys.append(py::handle(key));
-      const size_t begin = numbers_.size();
-      if (!add(entry, depth + 1)) return false;
-      spans.emplace(key, Span{begin, numbers_.size()});
-    }
-    if (PyList_Sort(keys.ptr()) != 0) throw py::error_already_set();
-    int64_t before = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys.ptr()); ++i) {
-      const Span span = spans.at(PyList_GET_ITEM(keys.ptr(), i));
-      shift(span.begin, span.end, before);
-      before += static_cast<int64_t>(span.end - span.begin);
-    }
-    return true;
-  }
-
-  void shift(size_t begin, size_t end, int64_t by) {
-    for (size_t i = begin; i < end; ++i) numbers_[i] += by;
-  }
-
-  std::vector<int64_t> numbers_;
-};
-
-// Return the canonical numbers of the leaves in insertion order; none if the tree has other
-// containers or keys.
-std::optional<std::vector<int64_t>> filled_order(const py::object& tree) {
-  FilledOrder order;
-  if (!order.add(tree.ptr(), 0)) return std::nullopt;
-  return order.numbers();
-}
-
 }  // namespace
 }  // namespace fddp
 
 void bind_describe(py::module_& m) {
   m.def("describe_leaves", torch::wrap_pybind_function(&fddp::describe_leaves), py::arg("spec_type"),
         py::arg("paths"), py::arg("leaves"), py::arg("sparse"));
-  m.def("filled_order", &fddp::filled_order, py::arg("tree"));
 }

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, escape_control_chars, names
+from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, escape_control_chars, rank_names
 
 _MOST_MEMBERS = 8  # listed of one group
 _MOST_REASON = 240  # characters of a reason
@@ -104,17 +104,17 @@ def _divergence(
     lines = [f"{escape_control_chars(name)}, {_span(members)}: {finding}"]
     first_s = min((taken[r].failed_s for r in logs if taken[r].reason), default=0.0)
     for rank, log in logs.items():
-        lines.append(f"  {names([rank], members)}: {log.at}; {_last(log)}")
+        lines.append(f"  {rank_names([rank], members)}: {log.at}; {_last(log)}")
         if taken[rank].reason:
             lines.append(f"    {_why(taken[rank], first_s)}")
     absent = [rank for rank in range(len(members)) if rank not in taken]
     if absent:
-        lines.append(f"  {names(absent, members)}: no flight")
+        lines.append(f"  {rank_names(absent, members)}: no flight")
     for rank, one in taken.items():
         if rank not in logs:
             lines.append(
-                f"  {names([rank], members)}: no flight; one of an earlier run is ignored, taken "
-                f"{made_s - one.at_s:.1f} s before the others' "
+                f"  {rank_names([rank], members)}: no flight; one of an earlier run is ignored, "
+                f"taken {made_s - one.at_s:.1f} s before the others' "
                 f"{escape_control_chars(name)} was created"
             )
     return Divergence(name, members, number, ranks, "\n".join(lines))
@@ -159,18 +159,18 @@ def _finding(
             op = next(iter(there.values()))
             waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
             waiting = [rank for rank in waiting if rank not in absent]
-            also = f", and {names(waiting, members)} {_verb(waiting)}" if waiting else ""
-            missing = f"{names(absent, members)} {have} not reached operation {number}"
+            also = f", and {rank_names(waiting, members)} {_verb(waiting)}" if waiting else ""
+            missing = f"{rank_names(absent, members)} {have} not reached operation {number}"
             return number, absent, f"{missing}, {op.what}{also}"
         late = {rank: op for rank, op in there.items() if _is_awaited(op)}
         if late:
             op = next(iter(late.values()))
-            who = f"{names(late, members)} {_verb(late)}"
+            who = f"{rank_names(late, members)} {_verb(late)}"
             return number, tuple(late), f"{who} for {number}, {op.what}"
     for rank, of in ops.items():
         for number, op in of.items():
             if op.state == "failed":
-                where = names([rank], members)
+                where = rank_names([rank], members)
                 return number, (rank,), f"operation {number}, {op.what}, failed on {where}"
     return -1, (), f"all ranks agree up to operation {newest}"
 
@@ -191,7 +191,7 @@ def _difference(number: int, there: Mapping[int, FlightOp], members: Sequence[in
     for rank, op in there.items():
         by_kind.setdefault(_kind(op), []).append(rank)
     sides = (
-        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {names(ranks, members)}"
+        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {rank_names(ranks, members)}"
         for ranks in by_kind.values()
     )
     return f"operation {number} is {'; '.join(sides)}"

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from fddp.core.protocol.messages import AnyOf, Schema, optional
+from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.core.tables import plain_table
-from fddp.telemetry.decode import decode_finite
 
 State = Literal["in flight", "waited for", "done", "failed"]
 
@@ -121,7 +120,7 @@ class FlightLog:
 
     def __str__(self) -> str:
         head = escape_control_chars(
-            f"{self.name}: {names((self.rank,), self.members)} of {len(self.members)} over "
+            f"{self.name}: {rank_names((self.rank,), self.members)} of {len(self.members)} over "
             f"{self.transport}, timeout {self.timeout_s:g} s, {self.at}"
         )
         if not self.ops:
@@ -183,11 +182,22 @@ class Flight:
             ValueError: the text is something else; names the field.
         """
         try:
-            fields = decode_finite(text, _FLIGHT)
+            fields = decode(text, _FLIGHT)
+            for number in _numbers(fields):
+                if not abs(number) < 2**63:
+                    raise ValueError(f"{number} is not a finite number below 2**63")
             del fields["format"]
             return cls(**{**fields, "logs": tuple(map(_log, fields["logs"]))})
         except ValueError as error:
             raise ValueError(f"not a flight: {error}") from error
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(entry)
 
 
 def _log(fields: dict[str, Any]) -> FlightLog:
@@ -198,7 +208,7 @@ def _log(fields: dict[str, Any]) -> FlightLog:
     return FlightLog(**{**fields, "members": members, "ops": ops})
 
 
-def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
+def rank_names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
     """Format ranks, with their global ranks if these differ.
 
     Args:
@@ -206,7 +216,7 @@ def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
         members: global rank of each; empty if they are the same.
 
     Example:
-        >>> names([1]), names([0, 1], (0, 9))
+        >>> rank_names([1]), rank_names([0, 1], (0, 9))
         ('rank 1', 'ranks 0, 1 (global 9)')
     """
     labels = [

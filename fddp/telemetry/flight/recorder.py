@@ -1,7 +1,7 @@
 """Flight recorder: the newest operations of a process, always recorded, written out on request.
 
 [Note: flights] Each `GradSync` and communicator records its newest operations in a compiled ring,
-into which both interpreters write. A record names the schedule of its operation, never tensors,
+into which the executor writes. A record names the schedule of its operation, never tensors,
 programs or works, so that nothing else is kept alive. Everything else is derived on reading.
 Recording an operation takes three readings of the clock.
 

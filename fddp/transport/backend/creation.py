@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fddp.native import extension
 from fddp.transport.backend.exits import leave_groups_at_exit
 from fddp.transport.backend.store_exchange import StoreExchange
+from fddp.transport.group_backend import backend_of
 from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.opening import open_shm_groups
 
@@ -81,7 +82,7 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
     if resolved.group_name in _choices:
         return _choices[resolved.group_name]
     # torch splits groups without a call of `create_backend`.
-    if isinstance(_backend_of(resolved), dist.ProcessGroupGloo):
+    if isinstance(backend_of(resolved, torch.device("cpu")), dist.ProcessGroupGloo):
         return BackendChoice("gloo", "it was split from a group over gloo")
     return BackendChoice("shm", "it was split from a group with shared memory")
 
@@ -89,16 +90,11 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
 def _default_backend() -> Any | None:
     """Backend of the default group for the CPU, if it is one in shared memory of several ranks."""
     group = dist.group.WORLD
-    if group is None or group.size() == 1 or torch.device("cpu") not in group._device_types:
+    cpu = torch.device("cpu")
+    if group is None or group.size() == 1 or cpu not in group._device_types:
         return None
-    backend = _backend_of(group)
+    backend = backend_of(group, cpu)
     return backend if isinstance(backend, extension.load().ShmBackend) else None
-
-
-def _backend_of(group: dist.ProcessGroup) -> Any:
-    backend = group._get_backend(torch.device("cpu"))
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
-    return getattr(backend, "wrapped_pg", backend)
 
 
 def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, BackendChoice]:

@@ -1,13 +1,13 @@
 """End of a process that has not destroyed its groups; see [Note: exits].
 
 Works that complete later would run the callbacks of their futures, and release tensors of Python,
-on a thread of the group. The handler leaves all groups, which joins these threads. It is registered
-with the first group, so handlers that are registered later can still use groups.
+on a thread of the group. A finalizer leaves all groups, which joins these threads. It is created
+with the first group, and called after those of threads and after `atexit` handlers.
 """
 
 from __future__ import annotations
 
-import atexit
+import weakref
 from functools import cache
 
 from fddp.native import extension
@@ -15,8 +15,8 @@ from fddp.native import extension
 
 @cache
 def leave_groups_at_exit() -> None:
-    """Register the handler; a second call does nothing."""
-    atexit.register(_leave_groups)
+    """Create the finalizer; a second call does nothing."""
+    weakref.finalize(leave_groups_at_exit, _leave_groups)
 
 
 def _leave_groups() -> None:

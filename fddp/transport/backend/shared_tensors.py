@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fddp.transport.group_backend import backend_of
+
 
 def empty_shared(
     *size: int | Sequence[int],
@@ -57,9 +59,8 @@ def empty_shared(
     resolved = dist.group.WORLD if group is None else group
     assert resolved is not None
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    backend = resolved._get_backend(cpu)
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
-    backend = getattr(backend, "wrapped_pg", backend)
+    backend = backend_of(resolved, cpu)
     if not backend.supports_tensor_alloc(cpu):
         return torch.empty(shape, dtype=dtype, device=cpu)
-    return backend.allocate_tensor(shape.numel(), dtype=dtype, device=cpu).resize_(shape)
+    allocated: torch.Tensor = backend.allocate_tensor(shape.numel(), dtype=dtype, device=cpu)
+    return allocated.resize_(shape)

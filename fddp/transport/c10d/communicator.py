@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.membership import Membership
     from fddp.transport.operation import Operation
 
-CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
-
 
 class CommunicatorSpec(NamedTuple):
     """Parameters of a new communicator of a transport."""
@@ -74,7 +72,8 @@ class PendingWorks(NamedTuple):
 
     @property
     def done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        # Not a generator, which can swallow the error of a signal handler.
+        return not [work for work in self.works if not work.is_completed()]
 
     @property
     def succeeded(self) -> bool:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 
+from fddp.native import extension
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
 from fddp.transport.c10d.gloo import GlooCommunicator
 from fddp.transport.c10d.nccl import NcclCommunicator
+from fddp.transport.c10d.shared_memory import ShmCommunicator
+from fddp.transport.group_backend import backend_of
+
+if TYPE_CHECKING:
+    from fddp.transport.shm.bindings import ShmBackend
 
 
 class GroupCommunicator(Communicator):
@@ -33,14 +40,22 @@ class GroupCommunicator(Communicator):
 def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
     """Create one communicator for each distinct backend; return them by device type."""
     names = set(backends.values())
-    if not names <= {"gloo", "nccl"}:
+    if not names <= {"fddp", "gloo", "nccl"}:
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
-        if len(names) == 1:  # torch warns of a group like "cpu:fddp" when it is destroyed
-            config = next(iter(names))
         return dict.fromkeys(backends, GroupCommunicator(spec, config))
     by_name: dict[str, Communicator] = {}
+    if "fddp" in names:
+        by_name["fddp"] = _connect_fddp(spec)
     if "gloo" in names:
         by_name["gloo"] = GlooCommunicator(spec)
     if "nccl" in names:
         by_name["nccl"] = NcclCommunicator(spec)
     return {device: by_name[backend] for device, backend in backends.items()}
+
+
+def _connect_fddp(spec: CommunicatorSpec) -> Communicator:
+    backend = backend_of(spec.group, torch.device("cpu"))
+    if not isinstance(backend, extension.load().ShmBackend):
+        return GlooCommunicator(spec)  # the ranks do not share memory
+    part = cast("ShmBackend", backend).split(spec.store, spec.ranks, spec.timeout_s)
+    return ShmCommunicator(part, spec.rank, spec.ranks, of_all_hosts=True)

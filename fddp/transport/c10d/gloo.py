@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from fddp.native import extension
 from fddp.transport.c10d.communicator import (
-    CHECK_INTERVAL_S,
     Communicator,
     CommunicatorSpec,
     PendingWorks,
@@ -21,6 +20,7 @@ from fddp.transport.c10d.communicator import (
 )
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.liveness.interrupts import DeadlineExceededError, from_user_code
+from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from fddp.transport.lifetime import threads
 from fddp.transport.liveness.interrupts import DeadlineExceededError
+from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks
 _LONGEST_PAUSE_S = 0.01  # between two polls for a key
 
 
@@ -81,7 +81,7 @@ def connect_with_abort(
     call = threads.Call(lambda: connect(abortable))
     threads.start_thread(call.run, "fddp-connecting", abortable.abort)
     try:
-        while not call.ended.acquire(timeout=_CHECK_INTERVAL_S):
+        while not call.ended.acquire(timeout=CHECK_INTERVAL_S):
             check_peers()
             if time.perf_counter() > deadline_s:
                 raise DeadlineExceededError(f"timed out after {timeout_s} s")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fddp.transport.c10d.communicator import CHECK_INTERVAL_S, Communicator
+from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.liveness.failure import CLOSED, Failure
 from fddp.transport.liveness.interrupts import (
     CommunicatorFailedError,
     OperationMismatchError,
     PeerFailureError,
 )
+from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.transport.operation import describe
 from fddp.transport.shm.bindings import Status
 

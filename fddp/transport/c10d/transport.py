@@ -5,9 +5,10 @@ subgroup. On the CPU it is one in shared memory where these ranks share a host. 
 schedule thus runs through shared memory within each host and through the group's own backend across
 hosts. A failure in one communicator closes the transport on all ranks.
 
-gloo and nccl communicators are built directly on a prefix of the group's store. `new_group` would
-need every process of the job or, with local synchronisation, group names that diverge between
-overlapping groups. Other backends go through `new_group`, which all members call.
+fddp, gloo and nccl communicators are built directly on a prefix of the group's store. `new_group`
+would need every process of the job or, with local synchronisation, group names that diverge between
+overlapping groups, and torch would keep the group of a transport that is dropped. Other backends go
+through `new_group`, which all members call.
 
 On NCCL the host does not wait for buckets. Failures surface through torch's watchdog, as configured
 by `TORCH_NCCL_ASYNC_ERROR_HANDLING`.
@@ -26,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
-from fddp.native.usual_step import NativeCollectives, collectives_in_memory
+from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
 from fddp.transport.c10d.connection import connect
@@ -34,6 +35,7 @@ from fddp.transport.c10d.host_memory import HostMemory
 from fddp.transport.c10d.issued_works import IssuedWorks
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.c10d.shared_memory import ShmCommunicator
+from fddp.transport.group_backend import backend_of
 from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.finalizer import on_finalize
 from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
@@ -427,7 +429,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Timeout of the group, for which torch has no public accessor."""
-    options = getattr(group._get_backend(device), "options", None)
+    """Timeout of the group; torch's default where the backend has no options."""
+    options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return float(timeout.total_seconds())

@@ -15,9 +15,8 @@ import os
 import weakref
 from typing import Any, Protocol
 
-from torch.distributed import distributed_c10d
-
 from fddp.errors import ClosedError
+from fddp.transport.torch_private import process_groups
 
 IN_A_FORK = "it belongs to the process that this one was forked from"
 
@@ -53,7 +52,7 @@ def check_not_inherited(group: Any) -> None:
 
 
 def _disown_all() -> None:
-    _inherited.update(distributed_c10d._world.pg_map)
+    _inherited.update(process_groups())
     for owned in list(_owned):
         owned.disown()
     _owned.clear()

@@ -6,17 +6,16 @@ that call such functions are started here. Before the interpreter ends they are 
 with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
 store is not joined: it does not return to the interpreter while the store is silent.
 
-This is done by an `atexit` handler that is registered once, by the first thread. Handlers are
-called in reverse order, so those of callers, which may close transports and thereby start threads,
-are called before it. Python does not call a handler that is registered while handlers are called.
+This is done by a `weakref.finalize` that exists while there are such threads. Finalizers are called
+by an `atexit` handler that `import torch` registers. Handlers are called in reverse order, so those
+of callers, which may close transports and thereby start threads, are called before it.
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-from functools import cache
+import weakref
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -26,7 +25,16 @@ T = TypeVar("T")
 
 _END_S = 1.0  # time limit for joining all threads
 
-_running: dict[threading.Thread, Callable[[], None]] = {}
+
+class _Running:
+    """Threads that run. An instance lives as long as one of its threads does."""
+
+    def __init__(self) -> None:
+        self.stops: dict[threading.Thread, Callable[[], None]] = {}
+        self.at_exit = weakref.finalize(self, _end_all, self.stops)
+
+
+_newest: weakref.ref[_Running] | None = None
 
 
 def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
@@ -36,33 +44,32 @@ def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -
     Do not hold locks: the garbage collector may run on the new thread and finalize objects that
     take them.
     """
-    thread = threading.Thread(target=_run, args=(run,), name=name, daemon=True)
-    _running[thread] = stop
-    _register()
+    global _newest
+    running = None if _newest is None else _newest()
+    if running is None or not running.at_exit.alive:
+        running = _Running()
+        _newest = weakref.ref(running)
+    thread = threading.Thread(target=_run, args=(run, running), name=name, daemon=True)
+    running.stops[thread] = stop
     try:
         thread.start()
     except BaseException:
-        _running.pop(thread, None)
+        running.stops.pop(thread, None)
         raise
     return thread
 
 
-@cache
-def _register() -> None:
-    atexit.register(_end_all)
-
-
-def _run(run: Callable[[], None]) -> None:
+def _run(run: Callable[[], None], running: _Running) -> None:
     try:
         run()
     finally:
-        _running.pop(threading.current_thread(), None)
+        running.stops.pop(threading.current_thread(), None)
 
 
-def _end_all() -> None:
+def _end_all(stops: dict[threading.Thread, Callable[[], None]]) -> None:
     until_s = time.perf_counter() + _END_S
     # After a fork the parent's threads are not alive, and their locks may be held.
-    threads = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]
+    threads = [(thread, stop) for thread, stop in list(stops.items()) if thread.is_alive()]
     for _, stop in threads:
         stop()
     for thread, _ in threads:

@@ -28,6 +28,7 @@ REQUEST_S = 2.0  # default time limit
 GLANCE_S = 0.25  # time limit of requests whose answer is optional
 _LEAST_S = 0.02  # time limit behind a request that is already late
 _IDLE_S = 0.5  # idle time after which the thread ends
+_END_S = 0.1  # longest wait for the end of the thread
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class StoreClientThread:
         self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
         self._serving_pid = 0  # process of the thread; a forked process has none
         self._pending_since_s: float | None = None
+        self._thread: threading.Thread | None = None
 
     def call(self, fn: Callable[[], T], within_s: float) -> T:
         """Call `fn` on the thread; return its result or raise its exception.
@@ -69,10 +71,20 @@ class StoreClientThread:
 
     def _start(self) -> None:
         try:
-            threads.start_thread(self._run, "fddp-store", partial(self._requests.put, None))
+            self._thread = threads.start_thread(
+                self._run, "fddp-store", partial(self._requests.put, None)
+            )
         except BaseException:
             self._serving_pid = 0
             raise
+
+    def end(self) -> None:
+        """End the thread unless a request is pending; the next request starts another one."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and self._pending_since_s is None:
+            self._requests.put(None)
+            if threading.current_thread() is not thread:
+                thread.join(_END_S)
 
     def _run(self) -> None:
         while True:
@@ -122,6 +134,10 @@ class BoundedStore:
 
     def within(self, within_s: float) -> BoundedStore:
         return BoundedStore(self.raw, self._client, within_s)
+
+    def end(self) -> None:
+        """End the thread of requests, see `StoreClientThread.end`."""
+        self._client.end()
 
     def prefixed(self, prefix: str) -> BoundedStore:
         return BoundedStore(dist.PrefixStore(prefix, self.raw), self._client, self._within_s)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Verdict = Literal["timeout", "broken", "dead", "notified"]
 
 _MAX_MISMATCH_CHARS = 2000
-_CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
+CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
 _LONGEST_PAUSE_S = 0.05  # between two polls, if the store can serve all ranks that often
 _POLLS_PER_S = 20_000
 _REPORT: Schema = (AnyOf(get_args(Verdict)), [int], int, str)
@@ -225,7 +225,7 @@ class Membership:
     ) -> tuple[int, ...]:
         """Return the ranks without a `name` key at `deadline_s`, or as soon as `enough()`. The key
         `complete` is set once all ranks have theirs, if there is such a key."""
-        next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
+        next_check_s = time.perf_counter() + CHECK_INTERVAL_S
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
         polled = [*keys.values()] if complete is None else [complete]
         pause_s, longest_s = 0.0005, max(_LONGEST_PAUSE_S, self._world_size / _POLLS_PER_S)
@@ -235,7 +235,7 @@ class Membership:
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
             if time.perf_counter() > next_check_s:
                 check()
-                next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
+                next_check_s = time.perf_counter() + CHECK_INTERVAL_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
         return ()

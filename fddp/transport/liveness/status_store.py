@@ -99,12 +99,15 @@ class StoreStatusBoard(StatusBoard):
         responder = None
         with _lock:
             self._timeouts_s.pop(status, None)
-            if not self._timeouts_s:
+            is_last = not self._timeouts_s
+            if is_last:
                 responder, self._responder = self._responder, None
                 for host in [host for host, board in _boards.items() if board is self]:
                     del _boards[host]  # keep the store no longer than its groups do
         if responder is not None:
             responder.stop()
+        if is_last:
+            self._bounded.end()
 
     def query(self) -> int:
         """Request the status of all ranks and return the number of this query."""

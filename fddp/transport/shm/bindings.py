@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    import torch.distributed as dist
     from torch import Tensor
 
 
@@ -78,6 +79,9 @@ class ShmBackend(Protocol):
     ) -> ShmOperation:
         """Start an operation on a whole tensor, in place. Never blocks. Raises TypeError or
         ValueError if the tensor is unsuitable, which does not affect the other members."""
+
+    def split(self, store: dist.Store, ranks: Sequence[int], timeout_s: float) -> ShmBackend:
+        """Create a backend of some ranks of this one, which meet in the store; blocks."""
 
     def collectives_of_steps(self) -> Any: ...
     def fail(self, status: int, members: Sequence[int]) -> None: ...

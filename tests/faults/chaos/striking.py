@@ -17,7 +17,9 @@ from unittest import mock
 import torch
 
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.state import HANDLERS, BucketState
+from fddp.native.executor import Phase
+from fddp.runtime import finish as finish_module
+from fddp.runtime import operations
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
 from tests.support.process_resources import open_files
@@ -140,26 +142,27 @@ class Striker:
         acquire, exchange = BufferPool.acquire, Transport.exchange
         counted = 0
 
-        def watched(run: Callable[[int, Op], None], step: Step, position: int, op: Op) -> None:
-            before, after = self._places(step, position, op)
+        def watched(run: Callable[[], Any], step: Step, position: int) -> Any:
+            before, after = self._places(step, position, step.program.schedule.ops[position])
             if before and self._runs_through(before, step.number):
                 self.strike()
-            run(position, op)
+            found = run()
             if after and self._runs_through(after, step.number):
                 self.strike()
+            return found
 
-        def watching_bucket(name: str) -> Any:
-            run = getattr(BucketState, name)
+        def watching_operation(name: str) -> Any:
+            run = getattr(operations, name)
 
-            def watched_run(state: BucketState, step: Step, position: int, op: Op) -> None:
-                watched(partial(run, state, step), step, position, op)
+            def watched_run(step: Step, position: int, *args: Any) -> Any:
+                return watched(partial(run, step, position, *args), step, position)
 
-            return mock.patch.object(BucketState, name, watched_run)
+            return mock.patch.object(operations, name, watched_run)
 
-        send = Step._send_control
+        send = finish_module.send_word
 
-        def watched_send(step: Step, position: int, op: Op) -> None:
-            watched(partial(send, step), step, position, op)
+        def watched_send(step: Step, phase: Phase) -> None:
+            watched(partial(send, step, phase), step, step.program.schedule.control)
 
         def watched_acquire(pool: BufferPool, key: Any, *args: Any, **options: Any) -> Any:
             if self._fault.kind.startswith("no bucket memory") and self.engine is not None:
@@ -181,9 +184,9 @@ class Striker:
             if self._is_mine and self._fault.stage in _IN_THE_INTERPRETER:
                 # The other ranks run the compiled interpreter.
                 patched.enter_context(only_python())
-            for name in {*HANDLERS.values()}:
-                patched.enter_context(watching_bucket(name))
-            patched.enter_context(mock.patch.object(Step, "_send_control", watched_send))
+            for name in ("pack", "launch", "add_repair", "gather", "unpack"):
+                patched.enter_context(watching_operation(name))
+            patched.enter_context(mock.patch.object(finish_module, "send_word", watched_send))
             patched.enter_context(mock.patch.object(BufferPool, "acquire", watched_acquire))
             patched.enter_context(mock.patch.object(Transport, "exchange", watched_exchange))
             yield

@@ -1,0 +1,83 @@
+"""Parameters of a wrapped module, with hooks for their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fddp.ddp.request import ModuleRequest
+from fddp.native.autograd_leaves import param_set
+from fddp.native.backward_watch import BackwardWatch
+from fddp.native.torch_private import will_engine_execute_node
+from fddp.tree.pytree import flatten
+
+
+@dataclass(slots=True)
+class _NoGraphInfo:
+    """Stands for an inspected graph. Backward passes of a module are not inspected beforehand."""
+
+    used: list[bool]
+    opaque: bool = True
+
+
+class HookedParameters:
+    """Parameters in the order of the plan's leaves, with hooks for their gradients.
+
+    The hooks do nothing after this object is freed. They announce the first gradient of a step to
+    `watch`.
+
+    Args:
+        request: the parameters by name, and the settings.
+        watch: observer of backward passes.
+        undefined_counts: True if an undefined gradient stands for zeros.
+
+    Attributes:
+        graph: graph of any backward pass, as far as it is known beforehand.
+    """
+
+    def __init__(
+        self, request: ModuleRequest, watch: BackwardWatch, *, undefined_counts: bool
+    ) -> None:
+        self.leaves, treedef = flatten(dict(request.params))
+        self.names = treedef.paths
+        self.hooks = param_set(self.leaves, watch)
+        self.hooks.count_undefined(undefined_counts)
+        self.graph = _NoGraphInfo([True] * len(self.names))
+        self._replaces = request.options.arguments.gradient_as_bucket_view
+        self._all_names = frozenset(self.names)
+        self._counts: Sequence[int] = ()
+        self._ranks: Mapping[str, int] = {}  # the same counts by name
+
+    def assign(self, results: Sequence[Tensor | None]) -> None:
+        """Write the results of a step to `.grad`. None keeps the gradient from before the step.
+
+        With `gradient_as_bucket_view`, they replace gradients that were there before.
+        """
+        self.hooks.assign(results, replace=self._replaces)
+
+    def are_captured(self) -> bool:
+        """Return True if the running `autograd.grad` returns a parameter's gradient."""
+        leaves = (leaf for leaf in self.leaves if leaf.requires_grad)
+        try:
+            for leaf in leaves:
+                # Raises for leaves whose gradients autograd.grad captures.
+                will_engine_execute_node(get_gradient_edge(leaf).node)
+        except RuntimeError:
+            return True
+        return False
+
+    def used_names(self) -> frozenset[str]:
+        """Names of the parameters that received a gradient on this rank."""
+        if self.hooks.all_used():
+            return self._all_names
+        flags = self.hooks.used()
+        return frozenset(name for name, used in zip(self.names, flags, strict=True) if used)
+
+    def by_name(self, counts: Sequence[int]) -> Mapping[str, int]:
+        """Return by name the numbers of ranks that used each leaf."""
+        if counts != self._counts:
+            self._counts, self._ranks = counts, dict(zip(self.names, counts, strict=True))
+        return self._ranks

@@ -1,0 +1,81 @@
+"""Private names of torch: autograd, transforms and dynamo.
+
+Each private name that the package uses is in one of the files `torch_private.py`, with its reason.
+`docs/dependencies.md` has the versions of torch that they were tried on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import TracingContext
+from torch._library.effects import EffectType
+from torch.autograd import Variable
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "DispatchModeKey",
+    "SingleLevelFunction",
+    "are_functorch_transforms_active",
+    "below_autograd",
+    "current_graph_task_id",
+    "disable_current_modes",
+    "dispatch_depth",
+    "dispatch_mode",
+    "enable_single_level_autograd_function",
+    "eval_frame",
+    "extract_stack",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_zero_",
+    "is_gradtrackingtensor",
+    "keep_ordered",
+    "peek_interpreter_stack",
+    "queue_callback",
+    "set_fwd_grad_enabled",
+    "temporarily_clear_interpreter_stack",
+    "will_engine_execute_node",
+]
+
+# Multi-tensor operations, for packing on devices without compiled kernels: one launch for all
+# leaves of a bucket. torch's optimizers use them as well.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_zero_ = torch._foreach_zero_
+
+# Transforms and tracers, which are refused, or suspended while collectives run.
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
+dispatch_depth = torch._C._len_torch_dispatch_stack
+dispatch_mode = torch._C._get_dispatch_mode
+DispatchModeKey = torch._C._TorchDispatchModeKey
+disable_current_modes = _disable_current_modes
+
+# Operators that are differentiated under a transform, as torch's own are.
+SingleLevelFunction = _SingleLevelFunction
+set_fwd_grad_enabled = _set_fwd_grad_enabled
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# Code that dynamo skips: `torch.compiler.disable` imports dynamo, which takes as long as torch.
+eval_frame = torch._C._dynamo.eval_frame
+
+# Backward passes: whether one runs, whether it reaches a leaf, and callbacks at its end.
+current_graph_task_id = torch._C._current_graph_task_id
+will_engine_execute_node = torch._C._will_engine_execute_node
+queue_callback = Variable._execution_engine.queue_callback
+
+# The user's line in errors of compiled functions.
+extract_stack = TracingContext.extract_stack
+
+
+def keep_ordered(name: str, library: torch.library.Library) -> None:
+    """Let graphs keep the calls of an operator in order, and those whose results are not used."""
+    torch.library._register_effectful_op(name, EffectType.ORDERED, lib=library)

@@ -1,0 +1,275 @@
+"""Sums of a step whose buckets are reduced by a communication hook."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.core.numerics.weighting import WeightScale
+from fddp.core.protocol.control_word import ControlReport
+from fddp.core.schedule.op import Op
+from fddp.core.timeline import Interval
+from fddp.hooks.future import Future
+from fddp.hooks.hook import Bucket, HookError
+from fddp.runtime.hook_binding import BoundHook
+from fddp.runtime.hook_pipeline import Collectives, HookWork
+from fddp.runtime.program import BucketProgram, Program
+from fddp.runtime.step_context import StepContext
+from fddp.runtime.sums import Sums
+from fddp.tree.pytree import flatten
+
+
+class HookSums(Sums):
+    """Runs a communication hook in one step: starts its reductions, stores results and states.
+
+    Attributes:
+        spans: when the hook ran or waited, on the clock of `time.perf_counter`; with
+            `record_time` only.
+        is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
+    """
+
+    def __init__(self, bound: BoundHook, context: StepContext) -> None:
+        super().__init__(context.code.program, context.scale)
+        self.is_raw = bound.hook.raw
+        if self.is_raw:
+            self.averages = self.applies_scale = False
+        self._bound = bound
+        self._transport = context.transport
+        self._record_time = context.with_stats
+        self.spans: list[Interval] = []
+        self._launched: list[HookWork] = []
+        self._due: deque[HookWork] = deque()  # reductions whose next stage is to be started
+        self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
+        self._failure: Exception | None = None
+        self._is_late = False  # True once a failure can no longer be reported
+        self._overflows = False  # True if weights exceed the range of the hook's sums
+
+    def replaces(self, position: int, bucket: int) -> bool:
+        """Return True if the hook replaces the operation at a position."""
+        return self._bound.positions.get(bucket) == position
+
+    def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
+        """Start the reduction that replaces an operation. Its memory `own`, shape `(n,)`, receives
+        the result. `states` are those by bucket; empty before the first step."""
+        bound = self._bound
+        hook, spec = bound.hook, bound.specs[op.bucket]
+        before = self._scale.scaling == "before"
+        reference = self._scale.reference if before else self._scale.unit
+        collectives = Collectives(
+            self._transport, self._program, op.axes, op.bucket, what, record_time=self._record_time
+        )
+        state = states[op.bucket] if states else hook.init(spec)
+        start_s = perf_counter()
+        try:
+            with torch.no_grad():
+                future = hook.apply(state, Bucket(spec, own, reference), collectives)
+        except Exception as error:
+            future = self._failed(error, own)
+        spans = self.spans if self._record_time else None
+        if spans is not None:
+            spans.append((start_s, perf_counter()))
+        work = HookWork(future, collectives, op, own, what, spans)
+        self._due.extend(reversed(self._launched))  # [Note: stages in one order]
+        self._launched.append(work)
+        return work
+
+    def advance(self, *, block: bool) -> bool:
+        """Run the stages that come before the next operation. Return False if one has to wait for
+        a result, which only happens without `block`."""
+        if not self._start_due(block=block):
+            return False
+        if not self.is_raw or not self._launched:
+            return True
+        last = self._launched[-1]
+        if block or last.done:
+            self.finish(last)
+        return last.settled
+
+    def _start_due(self, *, block: bool) -> bool:
+        while self._due:
+            if not self._due[0].advance(block=block):
+                return False
+            self._due.popleft()
+        return True
+
+    def _run_out(self, work: HookWork, *, block: bool) -> None:
+        """Start the remaining stages of a reduction, and of others in between."""
+        while self._start_due(block=block) and work.pending:
+            self._due.extend(self._launched)
+
+    def is_done(self, work: HookWork) -> bool:
+        """Start the stages that can start. Return True if the reduction has finished."""
+        self._run_out(work, block=False)
+        return work.done
+
+    def finish(self, work: HookWork) -> None:
+        """Wait for a reduction and store its result; later calls do nothing."""
+        self._run_out(work, block=True)
+        if not work.settled:
+            with torch.no_grad():
+                self._settle(work)
+
+    def discard(self, bucket: int) -> None:
+        """Discard the new state of a bucket whose result is not used."""
+        self._new_states.pop(bucket, None)
+
+    # Sums
+
+    def scale(self, weight: float) -> WeightScale:
+        """As `Sums.scale`; raw hooks receive gradients unscaled."""
+        return _raw_scale(1, weight) if self.is_raw else self._scale
+
+    def late_scale(
+        self, bucket: BucketProgram, report: ControlReport, weight: float, *, repairs: bool
+    ) -> WeightScale:
+        """As `Sums.late_scale`; repairs are added to results that a raw hook has divided."""
+        if self.is_raw:
+            return _raw_scale(self._transport.world_size if repairs else 1, weight)
+        return super().late_scale(bucket, report, weight, repairs=repairs)
+
+    def failure(self) -> Exception | None:
+        """Return the hook's failure, for the control word. Later failures are raised at once."""
+        self._is_late = True
+        return self._failure
+
+    def is_regular(self, report: ControlReport) -> bool:
+        """Return False: `problem` has to be checked."""
+        return False
+
+    def problem(self, report: ControlReport, *, allow_idle_ranks: bool) -> str | None:
+        """Describe why the hook can't reduce with the weights of all ranks, or return None."""
+        bound = self._bound
+        total, ranks = report.total_weight, self._transport.world_size
+        are_equal = report.total_squared * report.active == total * total
+        if bound.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
+            return (
+                f"{bound.hook.name} divides by the number of ranks itself and needs equal weights "
+                f"on all ranks; {report.active} of {ranks} ranks have a weight above 0, "
+                f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
+                f"equal weights"
+            )
+        if bound.hook.narrow and not bound.whole and not self._keeps_range(report):
+            return (
+                f"the mean weight is {total / report.active} where {bound.hook.name} was scaled "
+                f"for {self._scale.unit}; the next step is scaled for the new weights: call it "
+                f"again"
+            )
+        return None
+
+    def on_report(self, report: ControlReport) -> None:
+        """Act on the control word of a step that no rank has failed."""
+        self._overflows = self._bound.hook.narrow and not self._keeps_range(report)
+
+    def rescaled(self, report: ControlReport) -> frozenset[int]:
+        """As `Sums.rescaled`; the results of raw hooks are divided already."""
+        return frozenset() if self.is_raw else super().rescaled(report)
+
+    def new_states(
+        self, states: Sequence[Any], report: ControlReport, results: Sequence[Tensor | None]
+    ) -> Sequence[Any]:
+        """Return the states after the step; the old ones if a contribution was not finite."""
+        if not states or report.nonfinite or not _are_finite(self._program, report.late, results):
+            return states
+        return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
+
+    def _keeps_range(self, report: ControlReport) -> bool:
+        return self._scale.keeps_range(report.total_weight, report.active)
+
+    def _settle(self, work: HookWork) -> None:
+        op, averages, ranks = work.op, self._scale.scaling == "average", work.collectives.world_size
+        is_scattered = op.kind == "reduce_scatter"
+        own = work.own.view(ranks, -1)[work.collectives.rank] if is_scattered else work.own
+        try:
+            result, state = work.take()
+        except Exception as error:
+            result, state = self._failed(error, own).wait()
+        if self._overflows:
+            reduce = self._transport.reduce_scatter if is_scattered else self._transport.all_reduce
+            reduce(work.own, axes=op.axes, average=averages).wait(work.what)
+            return
+        if not isinstance(result, Tensor) or result.numel() != len(own):
+            found = result.numel() if isinstance(result, Tensor) else type(result).__name__
+            raise HookError(
+                f"{work.what}: a hook must return as many elements as the "
+                f"{'chunk' if is_scattered else 'buffer'} has, {len(own)}, got {found}"
+            )
+        own.copy_(result.view(own.shape))
+        if averages and not self.is_raw:
+            own /= ranks
+        # An overflow would stay in the state; the result shows it on every rank that keeps it.
+        checked = [own, *(flatten(state)[0] if is_scattered else ())]
+        if not self._bound.stateful or all(map(_is_finite, checked)):
+            self._new_states[op.bucket] = state
+
+    def _failed(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
+        """Return zeros as the result of a raw hook that raised, if the control word can still
+        report the failure.
+
+        A raw hook communicates by itself, and the collectives of the step are unaffected. The
+        collectives that other ranks expect from any other hook are unknown: its error ends the
+        step.
+        """
+        if not self.is_raw or self._is_late:
+            raise error
+        self._failure = self._failure or error
+        return Future.of((torch.zeros_like(own), ()))
+
+
+def _raw_scale(divisor: int, weight: float) -> WeightScale:
+    """Scale of this rank's gradients for a raw hook, which divides by the number of ranks.
+    `divisor` is that number for late gradients, which are added to the divided result, and 1
+    otherwise."""
+    return WeightScale(divisor, unit=weight or 1.0)
+
+
+def _are_finite(program: Program, late: Sequence[int], results: Sequence[Tensor | None]) -> bool:
+    """Return True if the results with gradients that the control word does not cover are finite:
+    those of sparse buckets, and of buckets with late gradients."""
+    found = (
+        results[leaf]
+        for bucket in program.buckets
+        if bucket.sparse or bucket.index in late
+        for leaf in bucket.leaves
+    )
+    values = (r._values() if r.is_sparse else r for r in found if r is not None)
+    return all(bool(torch.isfinite(value).all()) for value in values)
+
+
+def _is_finite(value: Tensor | float) -> bool:
+    return bool(torch.isfinite(torch.as_tensor(value)).all())
+
+
+class HookedWork:
+    """A hook's reduction as the work of an instruction.
+
+    Args:
+        sums: the hook's sums.
+        work: the reduction.
+    """
+
+    def __init__(self, sums: HookSums, work: HookWork) -> None:
+        self.sums, self.work = sums, work
+
+    @property
+    def done(self) -> bool:
+        """True if the reduction has finished; starts the stages that can start."""
+        return self.sums.is_done(self.work)
+
+    @property
+    def done_s(self) -> float | None:
+        """Time at which the last collective finished, as `Work.done_s`."""
+        return self.work.collectives.done_s
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank has passed to collectives."""
+        return self.work.collectives.nbytes
+
+    def wait(self, what: str) -> None:
+        """Wait for the reduction and store its result."""
+        self.sums.finish(self.work)

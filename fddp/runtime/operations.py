@@ -1,0 +1,223 @@
+"""Operations of a step that run in Python; `compiled.py` binds them to instructions.
+
+Each is a function of the step and the position of the operation in the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fddp.core.protocol.launch import Action
+from fddp.core.schedule.op import Op
+from fddp.errors import InternalError
+from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.failures import pack_error
+from fddp.runtime.hook_sums import HookedWork, HookSums
+from fddp.runtime.sparse import SparseForm
+from fddp.runtime.step import Step
+from fddp.transport.base import Work
+
+
+def pack(step: Step, position: int, raise_error: Callable[[], None] | None = None) -> None:
+    """Write this rank's contribution into its buffer, with zeros for missing gradients.
+
+    Args:
+        raise_error: raises the error of the extension, which could not pack the bucket. The step
+            then fails on this rank, which packs zeros.
+    """
+    op = step.program.schedule.ops[position]
+    bucket = step.program.buckets[op.bucket]
+    buffer = _repair_memory(step, op) if op.region.buffer == "repair" else step.memory(op.bucket)
+    if bucket.numel < bucket.padded_numel:
+        buffer[bucket.numel : bucket.padded_numel].zero_()
+    try:
+        if raise_error is not None:
+            raise_error()
+        peak = _write(step, step.source, buffer, position)
+        if not peak <= bucket.max_safe_magnitude:
+            _note_magnitude(step, buffer, peak, op)
+    except Exception as error:
+        if step.report is not None:
+            raise  # too late to report it in the control word
+        _fail_pack(step, buffer, position, error)
+    if step.record_time:
+        _log_packed(step, op)
+
+
+def launch(step: Step, position: int, wait_soon: bool) -> Work:
+    """Start the collective of an operation on its part of the buffer."""
+    op, transport = step.program.schedule.ops[position], step.transport
+    own = operand(step, position)
+    if op.kind == "all_reduce":
+        work = transport.all_reduce(
+            own,
+            axes=op.axes,
+            average=step.sums.averages,
+            record_time=step.record_time,
+            wait_soon=wait_soon,
+        )
+    elif op.kind == "reduce_scatter":
+        work = transport.reduce_scatter(
+            own,
+            axes=op.axes,
+            average=step.sums.averages,
+            ordered=step.program.schedule.deterministic,
+            record_time=step.record_time,
+            wait_soon=wait_soon,
+        )
+    else:
+        work = transport.all_gather_in_place(
+            own, axes=op.axes, record_time=step.record_time, wait_soon=wait_soon
+        )
+    step.works[op.bucket] = work
+    return work
+
+
+def launch_word(step: Step, wait_soon: bool) -> Work:
+    """Start the all-reduce of a control word that travels by itself."""
+    return step.transport.all_reduce(_word(step), wait_soon=True)
+
+
+def _word(step: Step) -> Tensor:
+    word = step.executor.word()
+    if word is None:
+        raise InternalError("the control word was sent before it was written")
+    return word
+
+
+def operand(step: Step, position: int) -> Tensor:
+    """Tensor of a collective, including a piggybacked control word."""
+    schedule = step.program.schedule
+    op = schedule.ops[position]
+    buffer = step.executor.buffer(op.bucket)
+    if position == schedule.piggyback_op:
+        if buffer is not None:
+            return buffer[op.region.start :]
+        return _word(step)  # the bucket is left out, and the word travels alone
+    memory = step.repairs.get(op.bucket) if op.region.buffer == "repair" else buffer
+    if memory is None:
+        raise InternalError(f"{op.kind} of bucket {op.bucket} before it was packed")
+    start, stop = step.program.extents[position]
+    return memory[start:stop]
+
+
+def add_repair(step: Step, position: int, wait_soon: bool) -> None:
+    """Add the reduced late gradients to the reduced bucket."""
+    op = step.program.schedule.ops[position]
+    repair = step.repairs.get(op.bucket)
+    if repair is None:
+        raise InternalError(f"the repair of bucket {op.bucket} was added before it was packed")
+    if step.executor.buffer(op.bucket) is None:  # the bucket was left out
+        step.memory(op.bucket).zero_()
+    start, stop = step.program.extents[position]
+    step.memory(op.bucket)[start:stop].add_(repair[start:stop])
+
+
+def gather(step: Step, position: int, wait_soon: bool) -> None:
+    """Sum the sparse gradients of all ranks."""
+    op, report = step.program.schedule.ops[position], step.report
+    bucket = step.program.buckets[op.bucket]
+    if report is None:
+        raise InternalError("sparse gradients were gathered before the control word was read")
+    (leaf,) = bucket.leaves
+    form = SparseForm(
+        step.program.plan.leaves[leaf],
+        step.program.schedule.wire_dtypes[op.bucket],
+        step.devices[bucket.device],
+    )
+    parts = [
+        (part.sources[0], part.weight / report.total_weight)
+        for part in step.source.parts(op.bucket)
+    ]
+    entry = step.recorder.launched(step.program.schedule, step.number, position)
+    entry.note_wait()
+    what = f"{bucket.text} of step {step.number}"
+    gathered = form.gathered(step.program, parts, step.transport, what)
+    entry.note_done()
+    step.results.put_sparse(leaf, gathered)
+    if step.check is not None:
+        step.check.gathered(leaf, [source for source, _ in parts])
+
+
+def unpack(step: Step, position: int, wait_soon: bool) -> None:
+    """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
+    bucket = step.program.buckets[step.program.schedule.ops[position].bucket]
+    after = step.after
+    if bucket.rescaled and step.report is not None:
+        after = step.sums.result_factor(bucket, step.report, step.contributions.weight)
+    step.results.unpack(position, bucket.index, step.memory(bucket.index), after)
+
+
+def _repair_memory(step: Step, op: Op) -> Tensor:
+    bucket = step.program.buckets[op.bucket]
+    memory = step.repairs[op.bucket] = step.pool.acquire(
+        bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.devices[bucket.device]
+    )
+    return memory
+
+
+def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> float:
+    op = step.program.schedule.ops[position]
+    bucket = step.program.buckets[op.bucket]
+    chunk = step.program.shards.chunks.get(position)
+    if chunk is not None:
+        return source.pack_chunk_(chunk, buffer)
+    scale = step.scale
+    if step.report is not None:
+        weight = step.contributions.weight
+        scale = step.sums.late_scale(bucket, step.report, weight, repairs=op.when != "always")
+    if op.when == "late":
+        return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
+    return source.pack_(bucket.index, buffer, bucket.layout, scale)
+
+
+def _fail_pack(step: Step, buffer: Tensor, position: int, error: Exception) -> None:
+    bucket = step.program.schedule.ops[position].bucket
+    step.fail(pack_error(step.program, bucket, buffer, step.source, error))
+    _write(step, NOTHING, buffer, position)
+
+
+def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
+    """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
+    magnitudes; NaN if unknown."""
+    again, finite = op.when == "again", not math.isinf(peak)
+    if again and (step.report is None or op.bucket not in step.report.late):
+        return  # noted when it was packed first
+    step.executor.note_magnitude(finite)
+    if step.check is not None:
+        bucket = step.program.buckets[op.bucket]
+        step.check.packed(bucket, buffer, step.source, finite=finite, again=again)
+
+
+def _log_packed(step: Step, op: Op) -> None:
+    """Add a packed bucket to the step's trace."""
+    if op.when != "always":
+        step.log.append((step.contributions.arrived(), Action("repair", op.bucket)))
+    elif op.region.start == 0:
+        step.log.append((step.contributions.arrived(), Action("launch", op.bucket)))
+
+
+def advance_stages(step: Step, block: bool) -> bool:
+    """Run the stages that come before the next operation; see [Note: stages in one order]. Return
+    False if one has to wait for a result."""
+    sums = step.sums
+    return not isinstance(sums, HookSums) or sums.advance(block=block)
+
+
+def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
+    """Start the hook's reduction where it replaces the operation, else the operation."""
+    op, sums = step.program.schedule.ops[position], step.sums
+    assert isinstance(sums, HookSums)
+    if not sums.replaces(position, op.bucket):
+        if op.when == "again":
+            sums.discard(op.bucket)
+        return launch(step, position, wait_soon)
+    what = f"{step.program.buckets[op.bucket].text} of step {step.number}"
+    own = operand(step, position)
+    started = HookedWork(sums, sums.start(op, own, step.hook_states, what))
+    step.works[op.bucket] = started
+    return started

@@ -1,0 +1,240 @@
+"""Contributions of several virtual ranks; see [Note: virtual ranks] in `core/schedule/virtual.py`.
+
+A rank packs the gradients of each virtual rank that it carries, one after the other, and adds them
+along the tree. The gradients of the last one are those of the step itself: they may arrive during
+its backward pass, and a bucket is sent as soon as they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fddp.core.numerics.weighting import WeightScale
+from fddp.core.schedule.virtual import tree_additions
+from fddp.errors import InternalError
+from fddp.native.buffer_pool import BufferPool, new_memory
+from fddp.native.layout import Layout, views
+from fddp.native.pack import plus
+from fddp.runtime.contributions import BackwardContributions, Contributions, WeightedGradients
+from fddp.runtime.failures import pack_error
+from fddp.runtime.inputs import outside_transforms
+from fddp.runtime.program import BucketProgram, Program
+from fddp.runtime.results import Devices
+from fddp.runtime.step import Step
+
+_WITHOUT = WeightedGradients([None], 0.0)  # a virtual rank without gradient of a sparse leaf
+
+
+class _Turn(NamedTuple):
+    """Additions after one virtual rank."""
+
+    additions: int
+    ends_span: bool
+
+
+def _turns(program: Program) -> list[_Turn]:
+    """Return the additions after each virtual rank that the program's rank carries."""
+    virtual = program.schedule.virtual
+    if virtual is None:
+        raise InternalError("a schedule without virtual ranks has no turns")
+    turns = []
+    for start, stop in virtual.spans[program.rank]:
+        *inner, last = tree_additions(stop - start)
+        turns += [_Turn(times, ends_span=False) for times in inner] + [_Turn(last, ends_span=True)]
+    return turns
+
+
+class VirtualSums:
+    """Sums over the virtual ranks that this rank carries, all but the last, in the tree's order.
+
+    At most log2(n) + 1 buffers of a bucket are in use for a span of n virtual ranks, and one for
+    each span before it.
+
+    Args:
+        program: program of the step.
+        pool: memory of the sums.
+        scale: the agreed unit of weight.
+        devices: devices of the leaves.
+
+    Attributes:
+        program, scale: as above.
+        weights: weights of the virtual ranks so far.
+        used: for each reduced leaf, True if one of them has a gradient.
+    """
+
+    def __init__(
+        self, program: Program, pool: BufferPool, scale: WeightScale, devices: Devices
+    ) -> None:
+        self.program, self.scale = program, scale
+        self._pool, self._devices = pool, devices
+        self._turns = _turns(program)
+        # By bucket: sums of one span, complete spans, and buffers that are free.
+        self._open: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._spans: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._free: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._totals: dict[int, Tensor] = {}  # the last span
+        # Of sparse buckets, by virtual rank; they are added once all weights are known.
+        self._gradients: list[list[WeightedGradients]] = [[] for _ in program.buckets]
+        self._peaks = [0.0] * len(program.buckets)
+        self.weights: list[float] = []
+        self.used = np.zeros(len(program.plan.reduced), dtype=bool)
+
+    @property
+    def missing(self) -> int:
+        """Number of virtual ranks whose gradients are not added yet, without the last."""
+        return len(self._turns) - 1 - len(self.weights)
+
+    def add(self, contributions: Contributions) -> None:
+        """Add the gradients of the next virtual rank, which is not the last."""
+        turn = self._turns[len(self.weights)]
+        self.weights.append(contributions.weight)
+        self.used |= contributions.used(self.program)
+        with outside_transforms(), torch.no_grad():  # the memory is used in later steps, too
+            for bucket in self.program.buckets:
+                if bucket.sparse:
+                    parts = contributions.parts(bucket.index)
+                    self._gradients[bucket.index] += parts or [_WITHOUT]
+                else:
+                    self._add(bucket, contributions, turn)
+
+    def _add(self, bucket: BucketProgram, contributions: Contributions, turn: _Turn) -> None:
+        buffer = self._memory(bucket)
+        self._pack(bucket, buffer, contributions)
+        own = self._open[bucket.index]
+        for _ in range(turn.additions):
+            left = own.pop()
+            torch.add(left, buffer, out=buffer)
+            self._free[bucket.index].append(left)
+        (self._spans[bucket.index] if turn.ends_span else own).append(buffer)
+
+    def close(self, bucket: int, buffer: Tensor, peak: float) -> float:
+        """Add the sums of the last span to the gradients of the last virtual rank in `buffer`.
+        Return the bound on magnitudes of all virtual ranks, given that of the last."""
+        for left in reversed(self._open[bucket]):
+            own = buffer[: len(left)]
+            torch.add(left, own, out=own)
+        self._totals[bucket] = buffer
+        return plus(self._peaks[bucket], peak)
+
+    def spans(self, bucket: int) -> list[Tensor]:
+        """Sums of the spans before the last."""
+        return self._spans[bucket]
+
+    def sources(self, bucket: int, layout: Layout) -> list[WeightedGradients]:
+        """Sums of all spans by leaf."""
+        sums = [*self._spans[bucket], self._totals[bucket]]
+        return [WeightedGradients(views(total, layout), 1.0) for total in sums]
+
+    def gradients(self, bucket: int) -> list[WeightedGradients]:
+        """Gradients of a sparse bucket, one for each virtual rank so far; none of a dense one."""
+        return self._gradients[bucket]
+
+    def release(self) -> None:
+        """Return the memory to the pool, and drop sparse gradients."""
+        self._gradients = [[] for _ in self._gradients]
+        for bucket, lists in enumerate(zip(self._open, self._spans, self._free, strict=True)):
+            buffers = [buffer for buffers in lists for buffer in buffers]
+            for slot, buffer in enumerate(buffers):
+                self._pool.release(("virtual", bucket, slot), buffer)
+            for buffers in lists:
+                buffers.clear()
+
+    def _pack(self, bucket: BucketProgram, buffer: Tensor, contributions: Contributions) -> None:
+        buffer[bucket.numel :].zero_()
+        try:
+            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.scale)
+        except Exception as error:
+            raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
+        self._peaks[bucket.index] = plus(self._peaks[bucket.index], peak)
+
+    def _memory(self, bucket: BucketProgram) -> Tensor:
+        index = bucket.index
+        if self._free[index]:
+            return self._free[index].pop()
+        slot = len(self._open[index]) + len(self._spans[index])
+        return self._pool.acquire(
+            ("virtual", index, slot),
+            bucket.padded_numel,
+            bucket.wire_dtype,
+            self._devices[bucket.device],
+            allocate=new_memory,
+        )
+
+
+class RowsContributions(Contributions):
+    """Contributions of several virtual ranks: those of the last, and the sums of the others.
+
+    Args:
+        sums: sums of the others.
+        last: contributions of the last.
+    """
+
+    def __init__(self, sums: VirtualSums, last: Contributions) -> None:
+        self.weight = last.weight
+        self.allocates_early = last.allocates_early
+        self.sums, self._last = sums, last
+
+    @property
+    def backward(self) -> BackwardContributions | None:
+        return self._last.backward
+
+    @property
+    def earlier_weights(self) -> Sequence[float]:  # type: ignore[override]
+        return self.sums.weights
+
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        peak = self._last.pack_(bucket, buffer, layout, scale)
+        return self.sums.close(bucket, buffer, peak)
+
+    def parts(self, bucket: int) -> list[WeightedGradients]:
+        """Summands of a bucket: those of the last virtual rank. Of a sparse bucket those of all."""
+        return [*self.sums.gradients(bucket), *self._last.parts(bucket)]
+
+    def late_parts(self, bucket: int) -> list[WeightedGradients]:
+        return self._last.late_parts(bucket)
+
+    def sources(self, bucket: int) -> list[WeightedGradients]:
+        return self.sums.sources(bucket, self.sums.program.layouts[bucket])
+
+    def spans(self, bucket: int) -> Sequence[Tensor]:
+        return self.sums.spans(bucket)
+
+    def used(self, program: Program) -> list[bool]:
+        return [bool(flag) for flag in self.sums.used | self._last.used(program)]
+
+    def late(self, program: Program) -> list[bool]:
+        return self._last.late(program)
+
+    def order(self, program: Program) -> Sequence[int]:
+        return self._last.order(program)
+
+    def arrived(self) -> int:
+        return self._last.arrived()
+
+    def ready_times_s(self) -> list[float]:
+        return self._last.ready_times_s()
+
+    def unreduced(self, program: Program) -> Sequence[int]:
+        return self._last.unreduced(program)
+
+    def local(self, leaf: int) -> Tensor | None:
+        return self._last.local(leaf)
+
+    def release(self) -> None:
+        self.sums.release()
+
+
+def new_sums(step: Step) -> VirtualSums:
+    """Return empty sums for the virtual ranks of a step's rank."""
+    return VirtualSums(step.program, step.pool, step.scale, step.devices)
+
+
+def carried(program: Program) -> range:
+    """Virtual ranks that a program's rank carries."""
+    virtual = program.schedule.virtual
+    return range(0) if virtual is None else virtual.runs[program.rank]

@@ -1,0 +1,136 @@
+"""Handles of steps that were started and are awaited later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fddp.errors import InternalError
+from fddp.runtime.finish import send
+from fddp.runtime.inputs import outside_transforms
+from fddp.runtime.step import Step
+from fddp.sync.engine import Engine
+from fddp.tree.pytree import TreeDef
+
+
+class StepHandle:
+    """Results of a step that was started, for a later wait.
+
+    Made by `GradSync.start` and `GradSync.start_all_gather`. The `GradSync` finishes a step in
+    flight before its next one, and before it is closed or rebuilt.
+
+    Attributes:
+        state: new state of the communication hook, after `wait`; () if it keeps none.
+
+    Example:
+        >>> import fddp, torch
+        >>> def train(group):
+        ...     params = {"w": torch.ones(4)}
+        ...     with fddp.GradSync(params, group=group, algorithm="reduce_scatter") as sync:
+        ...         own = sync.shard(params)
+        ...         grads = sync.reduce_scatter({"w": torch.ones(4) + group.rank})
+        ...         own = fddp.tree_map(lambda p, g: p - 0.1 * g, own, grads)
+        ...         handle = sync.start_all_gather(own)
+        ...         # Load the next batch here, or write logs.
+        ...         return handle.wait()["w"].tolist()
+        >>> fddp.loopback(2, train)[0]
+        [0.8500000238418579, 0.8500000238418579, 0.8500000238418579, 0.8500000238418579]
+    """
+
+    def __init__(self, engine: Engine, step: Step, begin: Callable[[Step], TreeDef]) -> None:
+        """Begin an opened step; `advance` launches its collectives.
+
+        Args:
+            engine: engine that opened the step.
+            step: the step.
+            begin: passes the contribution of this rank to the step, and returns the structure of
+                the results. Its error is raised by `wait`, on all ranks.
+        """
+        self.state: tuple[Any, ...] = ()
+        self._engine = engine
+        self._treedef: TreeDef | None = None
+        self._leaves: Sequence[Tensor | None] = ()
+        self._error: BaseException | None = None
+        self._step: Step | None = step  # None once it has ended
+        try:
+            self._treedef = begin(step)
+        except BaseException as error:
+            step.fail(error)
+
+    def advance(self) -> None:
+        """Launch the collectives that need not wait for others, such as further stages of a
+        communication hook. Never raises: `wait` does."""
+        if self._step is not None:
+            self._engine.in_flight = self._finish
+            send(self._step)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the step has ended, so that `wait` does not block."""
+        return self._step is None
+
+    def wait(self) -> Any:
+        """Wait for the results and return them. Further calls return the same tensors.
+
+        Returns:
+            A tree with the structure of what was passed to the start: the mean, as of a call, or
+            whole leaves, as of `GradSync.all_gather`.
+
+        Raises:
+            TreeMismatchError: what was passed does not fit the plan.
+            TransformError: a `torch.func` transform or a tracer was active at the start.
+            PeerError: another rank raised one of these.
+            RankLostError, SyncTimeoutError: a rank was lost, or did not start the step.
+        """
+        self._finish()
+        if self._error is not None:
+            raise self._error
+        if self._treedef is None:
+            raise InternalError("a step succeeded without a tree")
+        return self._treedef.unflatten(self._leaves)
+
+    def _finish(self) -> None:
+        """End the step, and keep its results or its error for `wait`."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self._engine.in_flight = None
+        try:
+            self._leaves = self._engine.finish(step).leaves
+            self.state = tuple(step.hook_states)
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+
+    def __repr__(self) -> str:
+        return f"StepHandle(is_done={self.is_done})"
+
+
+def start_step(
+    engine: Engine, opened: Callable[[], Step], begin: Callable[[Step], TreeDef], label: str = ""
+) -> StepHandle:
+    """Open a step and launch its collectives that need not wait for others.
+
+    Args:
+        engine: engine of the step.
+        opened: opens the step.
+        begin: as for `StepHandle`.
+        label: text that must be the same on all ranks, for errors.
+    """
+    engine.finish_in_flight()
+    is_within_step = engine.is_in_step
+    engine.when = label
+    try:
+        step = opened()
+    finally:
+        engine.when = ""
+    handle = StepHandle(engine, step, begin)
+    with outside_transforms():
+        handle.advance()
+    if is_within_step:
+        # Ranks launch the step's further collectives at different times.
+        engine.finish_in_flight()
+    return handle

@@ -1,0 +1,1 @@
+"""Mutants of the product, and the tests that kill them: `make mutants`."""
