@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 TORCH := torch==2.13.0
-# From the index, because a fresh machine may have neither. jaxlib has the header of XLA's FFI.
-BUILD_TOOLS := scikit-build-core cmake ninja "jaxlib; python_version >= '3.11'"
+# From the index, because a fresh machine may not have them.
+BUILD_TOOLS := scikit-build-core cmake ninja
 
 CODE := fddp tests benchmarks distribution examples
 BENCH := build/bench

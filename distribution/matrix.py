@@ -24,8 +24,6 @@ TEST_TOOLS = (
     *("pytest", "pytest-timeout", "pytest-xdist", "expecttest", "nbclient", "nbformat"),
     "setuptools",  # torch.utils.cpp_extension
     "scikit-build-core",  # the build backend, which has tests of its own
-    # Installed before fddp is built, which needs its header.
-    "jaxlib; python_version >= '3.11'",
 )
 EXTRAS = "demo,jax,examples,testing,viz,watch"
 README = ("tests/docs/test_readme.py", "tests/docs/test_pages.py", "-k", "loop_runs or README")

@@ -53,8 +53,7 @@ def build_wheel(python: str, version: str, torch: str, tree: Path) -> Path:
     inside = interpreters.environment(python, folder / "venv")
     pip = [inside, "-m", "pip"]
     # Headers and libraries are enough, without what they need to run.
-    headers = [f"torch=={torch}", *(["jaxlib"] if version != "3.10" else [])]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", *headers], check=True)
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", f"torch=={torch}"], check=True)
     subprocess.run([*pip, "install", "--quiet", *BUILD_TOOLS], check=True)
     shutil.rmtree(folder / "raw", ignore_errors=True)
     options = ["--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir", str(folder / "raw")]

@@ -2,8 +2,12 @@
 
 These names are public, and may change between minor versions.
 
-    Group, Mesh, communicator_of
-                                groups of ranks, and their communicators
+    Group, Mesh, LoopbackGroup, resolve, resolve_mesh
+                                groups of ranks, and the arguments that name them
+    communicator_of, GroupRegistry, run_operator, Reduction, SUMMABLE_DTYPES
+                                communicators, objects of groups, and a reduction of leaves
+    call_site, Site             a line of the caller's code
+    to_array, to_tensor         conversion of JAX arrays
     exchange, Schema, MappingOf, optional, check_equal
                                 values of all ranks, validated and compared
     tree_flatten, check_paths   leaves of a tree, and their paths
@@ -22,7 +26,9 @@ These names are public, and may change between minor versions.
 """
 
 from fddp.collectives.communicator import communicator_of
+from fddp.collectives.compiled_calls import Reduction, run_operator
 from fddp.collectives.exchange import exchange
+from fddp.collectives.group_registry import GroupRegistry
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import dense_strides
 from fddp.core.plan.plan import plan_leaves, summary
@@ -39,19 +45,24 @@ from fddp.core.tables import html_table, plain_table
 from fddp.core.text import counted, size_text, unit_of
 from fddp.core.timeline import COMPUTE, BucketTimes, Interval, Span, StepTimes, Timeline
 from fddp.sync.step_handle import StepHandle
+from fddp.telemetry.call_site import Site, call_site
 from fddp.telemetry.flight.divergence import find_divergences
 from fddp.telemetry.flight.log import Flight, rank_names
 from fddp.telemetry.waits import waits_since
-from fddp.transport import Group
-from fddp.transport.mesh import Mesh
+from fddp.transport import Group, LoopbackGroup, resolve
+from fddp.transport.mesh import Mesh, resolve_mesh
+from fddp.transport.operation import SUMMABLE_DTYPES
+from fddp.tree.foreign import to_array, to_tensor
 from fddp.tree.pytree import check_paths
 from fddp.tree.pytree import flatten as tree_flatten
 
 __all__ = [
-    "COMPUTE", "MIB", "Algorithm", "BucketTimes", "Cost", "Flight", "Group", "Interval",
-    "LinkAlgorithm", "MappingOf", "Mesh", "ReadyTimes", "Scaling", "Schema", "Span", "StepHandle",
-    "StepTimes", "Target", "Timeline", "check_equal", "check_paths", "communicator_of", "counted",
+    "COMPUTE", "MIB", "SUMMABLE_DTYPES", "Algorithm", "BucketTimes", "Cost", "Flight", "Group",
+    "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh",
+    "ReadyTimes", "Reduction", "Scaling", "Schema", "Site", "Span", "StepHandle", "StepTimes",
+    "Target", "Timeline", "call_site", "check_equal", "check_paths", "communicator_of", "counted",
     "dense_strides", "exchange", "find_divergences", "html_table", "is_collective", "optimal_plan",
     "optional", "plain_table", "plan_leaves", "preset_or_model", "rank_names", "ready_seconds",
-    "replay", "size_text", "summary", "tree_flatten", "unit_of", "waits_since",
+    "replay", "resolve", "resolve_mesh", "run_operator", "size_text", "summary", "to_array",
+    "to_tensor", "tree_flatten", "unit_of", "waits_since",
 ]  # fmt: skip

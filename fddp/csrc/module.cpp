@@ -5,7 +5,6 @@ namespace py = pybind11;
 void bind_backward_watch(py::module_&);
 void bind_flight_ring(py::module_&);
 void bind_gradient_counter(py::module_&);
-void bind_describe(py::module_&);
 void bind_backend_release(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
@@ -20,7 +19,6 @@ void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
 void bind_trees(py::module_&);
 void bind_executor(py::module_&);
-void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled parts of fddp. Load them with fddp.native.extension, which checks the build.";
@@ -42,6 +40,4 @@ PYBIND11_MODULE(_C, m) {
   bind_completion_timestamp(m);
   bind_work_spin(m);
   bind_trees(m);
-  bind_describe(m);
-  bind_xla_ffi(m);
 }

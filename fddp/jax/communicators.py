@@ -19,15 +19,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.group_registry import GroupRegistry
-from fddp.core.schedule.topology import Topology
+from fddp import Communicator, Topology
 from fddp.errors import ClosedError
-from fddp.transport import Group, LoopbackGroup, resolve
-from fddp.transport.mesh import Mesh, resolve_mesh
-
-# Bucket cap over shared memory, so that a bucket stays in the CPU's caches until it is unpacked.
-_CACHED_BYTES = 1 << 20
+from fddp.extend import (
+    Group,
+    GroupRegistry,
+    LoopbackGroup,
+    Mesh,
+    communicator_of,
+    resolve,
+    resolve_mesh,
+)
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, JitCommunicator] = weakref.WeakValueDictionary()
@@ -89,14 +91,6 @@ class JitCommunicator:
         if group is None:
             raise _gone(self.number)
         return group
-
-    @property
-    def cap_bytes(self) -> int:
-        """Bucket cap. A communicator that the caller created keeps its own cap."""
-        communicator = self.communicator
-        if communicator is self._communicator and communicator.transport.name == "shm":
-            return min(_CACHED_BYTES, communicator.cap_bytes)
-        return communicator.cap_bytes
 
     @property
     def threads(self) -> bool:

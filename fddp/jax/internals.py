@@ -1,4 +1,4 @@
-"""Private API of JAX: effects, tokens, and running a single primitive.
+"""Private API of JAX: effects, their tokens, and running a single primitive.
 
 All imports from `jax._src` are in this module, so that a release of JAX that moves them breaks one
 place only.
@@ -7,7 +7,6 @@ place only.
 from __future__ import annotations
 
 from jax._src import effects as effects
-from jax._src.core import abstract_token as abstract_token
 from jax._src.dispatch import apply_primitive as apply_primitive
 from jax._src.dispatch import runtime_tokens as runtime_tokens
 

@@ -12,15 +12,11 @@ import numpy as np
 import torch
 from jax.extend.core import Primitive
 
-from fddp.collectives.communicator import Communicator
+from fddp import Communicator
+from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, tree_flatten
 from fddp.jax import lowering as lowering
 from fddp.jax.communicators import JitCommunicator, jit_communicator_of
 from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
-from fddp.telemetry.call_site import call_site
-from fddp.transport import Group
-from fddp.transport.mesh import Mesh
-from fddp.transport.operation import SUMMABLE_DTYPES
-from fddp.tree.pytree import flatten
 
 Tree = TypeVar("Tree")
 Axis = str | Sequence[str] | None
@@ -131,7 +127,7 @@ def _bound(
     primitive: Primitive, operator: Operator, tree: Tree, channel: JitCommunicator, axis: Axis
 ) -> Tree:
     name = operator if primitive is reduce_p else "grad_sync"
-    leaves, treedef = flatten(tree)
+    leaves, treedef = tree_flatten(tree)
     arrays = {
         path: _array(leaf, path, name)
         for path, leaf in zip(treedef.paths, leaves, strict=True)

@@ -24,8 +24,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from fddp.extend import Site
 from fddp.jax import internals
-from fddp.telemetry.call_site import Site
 
 Operator = Literal["psum", "pmean"]
 

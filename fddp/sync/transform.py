@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fddp.sync.grad_sync import GradSync
-from fddp.tree.foreign import holds_foreign, is_foreign
+from fddp.tree.foreign import holds_foreign, is_foreign, to_array, to_tensor
 from fddp.tree.pytree import check_paths, flatten, map_leaves
 
 
@@ -93,8 +93,6 @@ def _like(tree: Any, state: Any) -> Any:
     JAX's checkpointing supports no tensors."""
     if "jax" not in sys.modules or not flatten(state)[0] or not holds_foreign(flatten(tree)[0]):
         return state
-    from fddp.tree.jax_arrays import to_array
-
     return map_leaves(lambda leaf: to_array(leaf) if isinstance(leaf, Tensor) else leaf, state)
 
 
@@ -104,8 +102,6 @@ def _as_tensor(leaf: Any) -> Any:
         return torch.from_numpy(leaf.copy())
     if not is_foreign(leaf):
         return leaf
-    from fddp.tree.jax_arrays import to_tensor
-
     return to_tensor(leaf)
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
-from fddp.native import extension
 
 _Device = tuple[str, Hashable]
 
@@ -38,7 +37,12 @@ def leaf_specs(
     >>> [leaf.sparse for leaf in leaf_specs(["a", "b"], [np.zeros(3), np.zeros(2)], {"b"})]
     [False, True]
     """
-    specs, devices = _described(paths, leaves, frozenset(sparse))
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    described = [
+        _described(path, leaf, path in sparse, shapes)
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    specs, devices = [spec for spec, _ in described], [device for _, device in described]
     distinct = list(dict.fromkeys(devices))  # in order of appearance
     kinds = [kind for kind, _ in distinct]
     if len(set(kinds)) == len(kinds):
@@ -55,23 +59,6 @@ def leaf_specs(
 
 
 def _described(
-    paths: Sequence[str], leaves: Sequence[Any], sparse: frozenset[str]
-) -> tuple[list[LeafSpec], list[_Device]]:
-    """Return the spec of each leaf, and its device.
-
-    Contiguous tensors are described by the extension, in one call; all other leaves by
-    `describe_one`, which gives the same for these.
-    """
-    specs, devices = extension.load().describe_leaves(LeafSpec, paths, list(leaves), sparse)
-    if None in specs:
-        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            if specs[number] is None:
-                specs[number], devices[number] = describe_one(path, leaf, path in sparse, shapes)
-    return specs, devices
-
-
-def describe_one(
     path: str, leaf: Any, sparse: bool, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[LeafSpec, _Device]:
     """Return the spec of a leaf, the device type, and an identity of the device in its type.

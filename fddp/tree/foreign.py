@@ -1,4 +1,4 @@
-"""Trees of arrays of other libraries, converted at the border.
+"""Arrays of other libraries, converted at the border.
 
 [Note: arrays of other libraries]
 Inside fddp every leaf is a tensor or None. If a caller's tree holds arrays of another library,
@@ -13,12 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan, rebucket
 from fddp.tree.pytree import TreeDef
+
+if TYPE_CHECKING:
+    import jax
 
 _ALIGNMENT_BYTES = 64
 
@@ -100,3 +104,78 @@ def adapted(
     tensors = to_tensors(leaves, treedef.paths, what)
     restore = partial(to_arrays, homes=homes_of(leaves))
     return tensors, ForeignTreeDef(treedef._treespec, treedef._structure, "JAX", restore)
+
+
+def to_tensor(array: jax.Array) -> Tensor:
+    """Return a tensor over a JAX array's memory. It must not be written to.
+
+    Raises:
+        TransformError: the array is a tracer.
+        TreeMismatchError: torch lacks its dtype, or it is on several devices or not in CPU memory.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fddp.jax import to_tensor
+        >>> array = jnp.arange(3.0)
+        >>> to_tensor(array), to_tensor(array).data_ptr() == array.unsafe_buffer_pointer()
+        (tensor([0., 1., 2.]), True)
+    """
+    from fddp.tree.jax_arrays import to_tensors
+
+    (tensor,) = to_tensors([array], [""], "arrays")
+    return cast(Tensor, tensor)
+
+
+def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
+    """Return a JAX array of a tensor's values, over its memory if that starts at a multiple of 64
+    bytes.
+
+    Args:
+        tensor: a tensor in CPU memory, which must not be written to afterwards.
+        device: JAX CPU device to which the array is committed; None for the first.
+
+    Returns:
+        An array of the same dtype. It is a copy if the tensor is expanded or has gaps between
+        elements, or if JAX has 64-bit types disabled and substitutes the dtype.
+
+    Raises:
+        ValueError: the tensor is not in CPU memory, or is sparse; or an integer does not fit into
+            the dtype that substitutes a 64-bit one.
+
+    Example:
+        >>> import torch
+        >>> from fddp.jax import to_array
+        >>> to_array(torch.arange(3.0)) + 1
+        Array([1., 2., 3.], dtype=float32)
+    """
+    import jax
+
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense tensors in "
+            f"CPU memory: pass tensor.cpu() or tensor.to_dense()"
+        )
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if torch.empty_like(values, device="meta").stride() != values.stride():
+        values = values.contiguous()  # JAX accepts neither gaps nor shared elements
+    is_whole = not values.dtype.is_floating_point and not values.is_complex()
+    if is_whole and values.numel() and jax.dtypes.canonicalize_dtype("int64") != "int64":
+        _check_fits(values)
+    home = jax.local_devices(backend="cpu")[0] if device is None else device
+    array: jax.Array = jax.device_put(jax.dlpack.from_dlpack(values), home)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _check_fits(values: Tensor) -> None:
+    """Raise if JAX would substitute a narrower integer that can't hold a value."""
+    narrow = {torch.int64: torch.int32, torch.uint64: torch.uint32}.get(values.dtype)
+    if narrow is None:
+        return
+    lowest, highest = int(values.min()), int(values.max())
+    limits = torch.iinfo(narrow)
+    if not limits.min <= lowest <= highest <= limits.max:
+        raise ValueError(
+            f"the tensor has values from {lowest} to {highest}, which {str(narrow)[6:]} can't "
+            f"hold, and JAX has no 64-bit types here; set jax_enable_x64"
+        )

@@ -1,4 +1,4 @@
-"""Conversion between JAX arrays and tensors over the same memory.
+"""Conversion between trees of JAX arrays and tensors over the same memory.
 
 [Note: memory of JAX]
 Arrays become tensors through DLPack, without a copy. Tensors become arrays without a copy if they
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import jax
 import torch
@@ -27,69 +27,6 @@ _DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 
 
 #: JAX device of a result; None for tensors that stay tensors
 Home = Any
-
-
-def to_tensor(array: jax.Array) -> Tensor:
-    """Return a tensor over an array's memory. It must not be written to.
-
-    Raises:
-        TransformError, TreeMismatchError: as `to_tensors`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> array = jnp.arange(3.0)
-        >>> to_tensor(array), to_tensor(array).data_ptr() == array.unsafe_buffer_pointer()
-        (tensor([0., 1., 2.]), True)
-    """
-    (tensor,) = to_tensors([array], [""], "arrays")
-    return cast(Tensor, tensor)
-
-
-def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
-    """Return an array of a tensor's values, over its memory if that starts at a multiple of 64
-    bytes.
-
-    Args:
-        tensor: a tensor in CPU memory, which must not be written to afterwards.
-        device: JAX CPU device to which the array is committed; None for the first.
-
-    Returns:
-        An array of the same dtype. It is a copy if the tensor is expanded or has gaps between
-        elements, or if JAX has 64-bit types disabled and substitutes the dtype.
-
-    Raises:
-        ValueError: the tensor is not in CPU memory, or is sparse; or an integer does not fit into
-            the dtype that substitutes a 64-bit one.
-
-    Example:
-        >>> to_array(torch.arange(3.0)) + 1
-        Array([1., 2., 3.], dtype=float32)
-    """
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense tensors in "
-            f"CPU memory: pass tensor.cpu() or tensor.to_dense()"
-        )
-    values = tensor.detach().resolve_conj().resolve_neg()
-    if torch.empty_like(values, device="meta").stride() != values.stride():
-        values = values.contiguous()  # JAX accepts neither gaps nor shared elements
-    (array,) = to_arrays([values], [_cpu() if device is None else device])
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype == dtype:
-        return cast("jax.Array", array)
-    if values.numel() and not values.dtype.is_floating_point and not values.is_complex():
-        _check_fits(values, dtype)
-    return cast("jax.Array", array.astype(dtype))
-
-
-def _check_fits(values: Tensor, dtype: Any) -> None:
-    lowest, highest = (int(extreme) for extreme in values.aminmax())
-    limits = jax.numpy.iinfo(dtype)
-    if not limits.min <= lowest <= highest <= limits.max:
-        raise ValueError(
-            f"the tensor has values from {lowest} to {highest}, which {dtype} can't hold, and JAX "
-            f"has no 64-bit types here; set jax_enable_x64"
-        )
 
 
 def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Any]:

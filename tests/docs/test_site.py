@@ -60,8 +60,9 @@ def _is_ours(value: object) -> bool:
 def test_every_public_name_is_in_the_reference(module: ModuleType, prefix: str) -> None:
     names = {f"{prefix}.{name}" for name in _public(module)}
     assert names
-    # The same as fddp.loopback and fddp.averaging.Periodic.
+    # The same as fddp.loopback, fddp.averaging.Periodic and those of fddp.jax.
     elsewhere = {"fddp.testing.loopback", "fddp.periodic.Periodic"}
+    elsewhere |= {"fddp.extend.to_array", "fddp.extend.to_tensor"}
     assert not names - set(DOCUMENTED) - elsewhere
 
 

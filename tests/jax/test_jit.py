@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fddp
-from fddp.jax import calls, grad_sync, named_errors, pmean, psum
+from fddp.collectives import compiled_calls
+from fddp.jax import grad_sync, named_errors, pmean, psum
 from fddp.transport import LoopbackGroup
 from tests.support.examples import examples
 from tests.support.jax_programs import BODIES, transforms
@@ -190,14 +191,14 @@ def reductions_that_ran(rank: int, world_size: int) -> dict[str, list[str]]:
         "grad_sync": jax.grad(lambda w: (grad_sync({"w": w, "unused": w})["w"] * x).sum()),
     }
     ran: list[str] = []
-    kept = calls._reduce
+    kept = compiled_calls.run_eagerly
 
-    def noted(call: Any, loan: Any) -> None:
+    def noted(call: Any, leaves: Any) -> Any:
         roles = "".join(f"{role} of " for role in reversed(call.roles))
         ran.append(f"{roles}{call.program.operator} {call.program.units[0].path}")
-        kept(call, loan)
+        return kept(call, leaves)
 
-    calls._reduce = noted
+    compiled_calls.run_eagerly = noted  # type: ignore[assignment]
     found = {}
     try:
         for name, program in programs.items():
@@ -208,7 +209,7 @@ def reductions_that_ran(rank: int, world_size: int) -> dict[str, list[str]]:
                 compiled(x)
             found[name] = list(ran)
     finally:
-        calls._reduce = kept
+        compiled_calls.run_eagerly = kept
     found["grad_sync"] = [text.replace("unused", "w") for text in found["grad_sync"]]
     return found
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.jax import calls, internals, named_errors, pmean, psum
+from fddp.collectives import compiled_calls
+from fddp.jax import internals, named_errors, pmean, psum
 from fddp.jax.communicators import jit_communicator_of
 from fddp.transport import LoopbackGroup
 from tests.support.ranks import RankPool
@@ -172,12 +173,12 @@ def test_a_branch_that_only_some_ranks_take_times_out() -> None:
 def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX orders what one thread starts; ranks would take sums from each other's calls."""
     reducing, over = threading.Event(), threading.Event()
-    unpatched = calls._reduce
+    unpatched = compiled_calls.run_eagerly
 
-    def slow(call: Any, loan: Any) -> None:
+    def slow(call: Any, leaves: Any) -> Any:
         reducing.set()
         over.wait(0.3)
-        unpatched(call, loan)
+        return unpatched(call, leaves)
 
     def program(group: LoopbackGroup) -> float:
         def first() -> float:
@@ -192,7 +193,7 @@ def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch)
                 jax.jit(lambda x: psum(2 * x, group))(1.0)
             return total.result()
 
-    monkeypatch.setattr(calls, "_reduce", slow)
+    monkeypatch.setattr(compiled_calls, "run_eagerly", slow)
     assert fddp.loopback(1, program) == [1.0]
 
 

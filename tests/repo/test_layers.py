@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 # Modules that list public names, and rooms of which users import what `__init__` binds.
 NAMES = ("__init__", "__main__", "averaging", "extend", "numerics")
 PUBLIC = ("averaging", "errors", "extend", "hooks", "numerics", *CAPABILITIES)
-# Rooms that do not yet stand on public names alone.
-NOT_YET = ("jax",)
 # By package, the rooms that import it.
 ONLY_IN = {"optree": {"tree"}, "fddp._C": {"native"}}
 CORE_IMPORTS_NONE_OF = ("torch", "optree", "jax")
@@ -94,8 +92,7 @@ def problem(module: str, name: str) -> str | None:
     if imported is None or room in NAMES or room_of(imported) == room or is_of(name, "fddp._C"):
         return None
     if room in CAPABILITIES:
-        is_kept = is_public(name) or (room in NOT_YET and room_of(imported) in ROOMS)
-        return None if is_kept else "it is no public name"
+        return None if is_public(name) else "it is no public name"
     if room_of(imported) not in ROOMS:
         return "only capabilities stand on public names"
     if ROOMS.index(room_of(imported)) > ROOMS.index(room):

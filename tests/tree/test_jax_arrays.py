@@ -17,7 +17,7 @@ import fddp
 from fddp.averaging import average
 from fddp.native.pack import storage_use_count
 from fddp.tree import jax_arrays
-from fddp.tree.foreign import holds_foreign
+from fddp.tree.foreign import holds_foreign, to_array, to_tensor
 from tests.support.groups import rank_of
 from tests.support.ranks import Launch, run_fresh
 
@@ -185,7 +185,7 @@ def test_jax_holds_the_bucket() -> None:
     bucket = torch.zeros(64)
     layout = fddp.native.layout.Layout((0,), ((64,),), ((1,),), 64)
     (result,) = fddp.native.pack.slices(bucket, layout)
-    array = jax_arrays.to_array(result)
+    array = to_array(result)
     del result
     assert storage_use_count(bucket) == 2
     del array
@@ -194,25 +194,25 @@ def test_jax_holds_the_bucket() -> None:
 
 def test_single_arrays_and_tensors() -> None:
     tensor = torch.randn(4, 16, requires_grad=True)
-    array = jax_arrays.to_array(tensor)
+    array = to_array(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
-    np.testing.assert_array_equal(jax_arrays.to_tensor(array), tensor.detach())
-    transposed = jax_arrays.to_array(tensor.T)
+    np.testing.assert_array_equal(to_tensor(array), tensor.detach())
+    transposed = to_array(tensor.T)
     np.testing.assert_array_equal(transposed, tensor.detach().T)
-    conjugate = jax_arrays.to_array(torch.tensor([1j]).conj())
+    conjugate = to_array(torch.tensor([1j]).conj())
     assert conjugate.tolist() == [-1j]
     doubles = torch.ones(16, dtype=torch.float64)
-    assert jax_arrays.to_array(doubles).dtype == jnp.float32
+    assert to_array(doubles).dtype == jnp.float32
     with jax.enable_x64(True):
-        assert jax_arrays.to_array(doubles).dtype == jnp.float64
+        assert to_array(doubles).dtype == jnp.float64
     for other in (torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
         with pytest.raises(ValueError, match="to_array takes dense tensors in CPU memory"):
-            jax_arrays.to_array(other)
+            to_array(other)
 
 
 def test_donated_results_are_not_written() -> None:
     tensor = torch.zeros(64)
-    array = jax_arrays.to_array(tensor)
+    array = to_array(tensor)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
     assert tensor.eq(0).all()
 
@@ -497,10 +497,10 @@ def test_unready_gradients_are_waited_for() -> None:
     "tensor", [torch.arange(10.0)[::2], torch.ones(1).expand(5), torch.ones(4, 6)[:, 1:3].T]
 )
 def test_tensors_with_gaps_become_arrays(tensor: torch.Tensor) -> None:
-    assert jax_arrays.to_array(tensor).tolist() == tensor.tolist()
+    assert to_array(tensor).tolist() == tensor.tolist()
 
 
 def test_integers_that_do_not_fit_are_refused() -> None:
-    assert jax_arrays.to_array(torch.tensor([3, -4])).tolist() == [3, -4]
+    assert to_array(torch.tensor([3, -4])).tolist() == [3, -4]
     with pytest.raises(ValueError, match=r"from 1 to 1099511627776, which int32 can't hold"):
-        jax_arrays.to_array(torch.tensor([1, 2**40]))
+        to_array(torch.tensor([1, 2**40]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.errors import TreeMismatchError
-from fddp.tree.describe import describe_one, leaf_specs
+from fddp.tree.describe import leaf_specs
 from fddp.tree.pytree import (
     check_paths,
     flatten,
@@ -268,50 +267,6 @@ def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
     return spec
 
 
-@st.composite
-def tensors(draw: st.DrawFn) -> Any:
-    """Tensors of all dtypes, dense or not, parameters, or None."""
-    shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    dtype = draw(st.sampled_from((torch.float16, torch.bfloat16, torch.complex64, torch.int8)))
-    device = draw(st.sampled_from(("cpu", "meta")))
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    changes = (
-        lambda: None,
-        lambda: tensor,
-        lambda: torch.nn.Parameter(tensor, requires_grad=False),
-        lambda: tensor.permute([*reversed(range(tensor.dim()))]),
-        lambda: tensor.expand(2, *shape),
-        lambda: tensor[..., ::2] if shape else tensor,
-        lambda: tensor.as_subclass(Tagged),
-        lambda: torch.ones(2, 2).to_sparse(),
-        lambda: np.zeros(shape, np.float32),
-    )
-    return draw(st.sampled_from(changes))()
-
-
-class Tagged(torch.Tensor):
-    """A subclass that changes nothing."""
-
-
-@given(st.lists(st.tuples(tensors(), st.booleans()), max_size=8))
-def test_leaves_are_described_together_as_one_by_one(drawn: list[tuple[Any, bool]]) -> None:
-    leaves = [leaf for leaf, _ in drawn]
-    paths = [f"p{number}" for number in range(len(drawn))]
-    sparse = {path for path, (_, is_sparse) in zip(paths, drawn, strict=True) if is_sparse}
-    together = leaf_specs(paths, leaves, sparse)
-    one_by_one = [
-        describe_one(path, leaf, path in sparse, {})[0]
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    assert together == one_by_one
-    for spec in together:
-        assert type(spec) is LeafSpec
-        assert type(spec.sparse) is bool
-        kinds = [type(spec.path), type(spec.shape), type(spec.dtype), type(spec.device)]
-        assert kinds == [str, tuple, str, str]
-    assert pickle.loads(pickle.dumps(together)) == together
-
-
 def test_tensors_of_transforms_are_described_as_they_appear() -> None:
     specs: list[LeafSpec] = []
 
@@ -324,11 +279,6 @@ def test_tensors_of_transforms_are_described_as_they_appear() -> None:
     assert [spec.shape for spec in specs] == [(3,), (2, 3)]
     with FakeTensorMode():
         assert leaf_spec("x", torch.ones(2, 3)).shape == (2, 3)
-
-
-def test_descriptions_add_nothing_to_collect() -> None:
-    specs = leaf_specs(["a", "b"], [torch.ones(2), None])
-    assert not any(gc.is_tracked(spec) for spec in specs)
 
 
 def test_strides_are_recorded_where_a_bucket_can_keep_them() -> None:

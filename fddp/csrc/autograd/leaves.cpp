@@ -24,13 +24,14 @@
 #include <optional>
 #include <string>
 #include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "gradient_counter.h"
 #include "tensor/checks.h"
 #include "tensor/python_lists.h"
-#include "tree/pointer_map.h"
 
 namespace py = pybind11;
 using torch::autograd::AccumulateGrad;
@@ -117,7 +118,7 @@ bool is_checkpoint(const std::string& name) { return name.find("Checkpoint") != 
 class LeafSet : public GradientCounter, public std::enable_shared_from_this<LeafSet> {
  public:
   explicit LeafSet(std::vector<at::Tensor> leaves) : GradientCounter(std::move(leaves)), index_(size()) {
-    for (size_t i = 0; i < leaves_.size(); ++i) index_.insert(leaves_[i].unsafeGetTensorImpl(), i);
+    for (size_t i = 0; i < leaves_.size(); ++i) index_.emplace(leaves_[i].unsafeGetTensorImpl(), i);
   }
 
   static std::shared_ptr<LeafSet> make(const py::list& params);
@@ -133,9 +134,10 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
     GraphView view;
     view.used.resize(size(), false);
     std::vector<Node*> stack;
-    PointerMap seen(4 * size());  // each leaf has a node, and further nodes lead to it
+    std::unordered_set<const Node*> seen;
+    seen.reserve(4 * size());  // each leaf has a node, and further nodes lead to it
     const auto push = [&](Node* node) {
-      if (node != nullptr && seen.insert(node)) stack.push_back(node);
+      if (node != nullptr && seen.insert(node).second) stack.push_back(node);
     };
     // A loss that is itself a leaf has no grad_fn; gradient_edge covers both cases.
     const auto root = torch::autograd::impl::gradient_edge(loss);
@@ -175,32 +177,31 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
 
   bool reaches_own_leaf(const Node* start) const {
     std::vector<const Node*> stack{start};
-    PointerMap seen(size());
-    seen.insert(start);
+    std::unordered_set<const Node*> seen{start};
     while (!stack.empty()) {
       const Node* node = stack.back();
       stack.pop_back();
       if (const auto* accumulator = dynamic_cast<const AccumulateGrad*>(node)) {
-        if (index_.find(accumulator->variable.unsafeGetTensorImpl()) != nullptr) return true;
+        if (index_.count(accumulator->variable.unsafeGetTensorImpl()) > 0) return true;
       }
       for (const auto& edge : node->next_edges()) {
         const Node* next = edge.function.get();
-        if (next != nullptr && seen.insert(next)) stack.push_back(next);
+        if (next != nullptr && seen.insert(next).second) stack.push_back(next);
       }
     }
     return false;
   }
 
   void record_accumulator(const at::Tensor& variable, GraphView& view) const {
-    const size_t* const found = index_.find(variable.unsafeGetTensorImpl());
-    if (found == nullptr) {
+    const auto found = index_.find(variable.unsafeGetTensorImpl());
+    if (found == index_.end()) {
       view.foreign.push_back(variable);
     } else {
-      view.used[*found] = true;
+      view.used[found->second] = true;
     }
   }
 
-  PointerMap index_;  // of the leaves' TensorImpl
+  std::unordered_map<const at::TensorImpl*, size_t> index_;
 };
 
 // Hook on a leaf. Holds the set weakly, because the set owns the leaves.

@@ -121,7 +121,7 @@ def _anywhere(draw: Draw) -> None:
         case 0:
             module.shm_available_bytes(draw.anything())
         case 1:
-            types = (module.XlaBorrowedBuffers, module.BackendRelease, module.GraphView)
+            types = (module.BackendRelease, module.GraphView)
             draw.one_of(types)(draw.anything())
         case _:
             module.has_explicit_inputs(), module.is_compiled_backward()

@@ -1,56 +1,30 @@
-"""Compiled programs call the extension; where it was built without XLA's header, Python."""
+"""Calls of a compiled program into Python: their values, order and errors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import fddp
-from fddp.jax import lowering, named_errors, pmean, psum
-from fddp.native import extension
+from fddp.jax import named_errors, pmean, psum
 from fddp.transport import LoopbackGroup
 
-TARGETS = {"extension": "fddp_reduce", "callback": "xla_ffi_python_cpu_callback"}
 
-
-@pytest.fixture(params=TARGETS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "callback":
-        monkeypatch.setattr(lowering, "uses_extension", lambda: False)
-    jax.clear_caches()
-    yield request.param
-    jax.clear_caches()
-
-
-def test_the_extension_was_built_with_xla_s_header() -> None:
-    assert lowering.uses_extension(), "install jaxlib before fddp is built, as the Makefile does"
-
-
-def test_an_extension_without_xla_s_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = SimpleNamespace(xla_handler=lambda callback: None)
-    monkeypatch.setattr(extension, "load", lambda: built)
-    with pytest.warns(UserWarning, match="call Python, .* slower: install jaxlib, then build fddp"):
-        assert not lowering.uses_extension.__wrapped__()
-
-
-def test_custom_call_targets(path: str) -> None:
+def test_calls_are_ordered_by_tokens() -> None:
     def text(group: LoopbackGroup) -> str:
         return str(jax.jit(lambda x: psum(x, group)).lower(jnp.ones(2)).as_text())
 
     (found,) = fddp.loopback(1, text)
-    assert set(re.findall(r"custom_call @(\w+)", found)) == {TARGETS[path]}
+    assert set(re.findall(r"custom_call @(\w+)", found)) == {"xla_ffi_python_cpu_callback"}
     assert "!stablehlo.token" in found
 
 
-def test_both_paths_give_the_same_result(path: str) -> None:
+def test_values_of_every_kind() -> None:
     def reduced(group: LoopbackGroup) -> list[Any]:
         tree = {
             "bits": jnp.arange(12.0).reshape(3, 4) * (group.rank + 1),
@@ -76,7 +50,7 @@ def test_both_paths_give_the_same_result(path: str) -> None:
         np.testing.assert_array_equal(mean, 2 * turned)
 
 
-def test_a_loop_that_carries_only_reduced_values(path: str) -> None:
+def test_a_loop_that_carries_only_reduced_values() -> None:
     def doubled(group: LoopbackGroup) -> Any:
         return jax.jit(lambda: jax.lax.while_loop(lambda x: x < 10, lambda x: psum(x, group), 1.0))
 
@@ -88,7 +62,7 @@ def test_a_loop_that_carries_only_reduced_values(path: str) -> None:
     assert fddp.loopback(2, lambda group: float(doubled(group)())) == [16.0, 16.0]
 
 
-def test_both_name_errors(path: str) -> None:
+def test_errors_are_named() -> None:
     def differ(group: LoopbackGroup) -> str:
         with pytest.raises(fddp.DesyncError) as caught, named_errors():
             jax.jit(lambda x: psum({"w": x}, group))(jnp.ones(1 + group.rank))
@@ -97,24 +71,3 @@ def test_both_name_errors(path: str) -> None:
 
     for text in fddp.loopback(2, differ):
         assert re.search(rf"psum of 1 leaf \('w'\), called at {re.escape(__file__)}:\d+", text)
-
-
-def test_borrowed_memory_is_returned_after_the_call() -> None:
-    """Memory is XLA's again once the handler has returned; who kept the loan is refused."""
-    kept = []
-    unpatched = lowering.calls._reduce
-
-    def keeping(call: Any, loan: Any) -> None:
-        kept.append(loan)
-        unpatched(call, loan)
-
-    def program(group: LoopbackGroup) -> None:
-        with named_errors():
-            jax.jit(lambda x: psum(x, group))(jnp.ones(4))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering.calls, "_reduce", keeping)
-        fddp.loopback(1, program)
-    assert isinstance(kept[0], extension.load().XlaBorrowedBuffers)
-    with pytest.raises(IndexError):
-        kept[0].pack(torch.empty(4), [0])
