@@ -29,6 +29,10 @@ class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
         return f"chain({self.outer.name}, {self.inner.name})"
 
     @property
+    def stages(self) -> int:
+        return self.outer.stages * self.inner.stages
+
+    @property
     def narrow(self) -> bool:
         return self.outer.narrow or self.inner.narrow
 

@@ -77,6 +77,10 @@ class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
         return f"error_feedback({self.compressor.name})"
 
     @property
+    def stages(self) -> int:
+        return self.compressor.stages
+
+    @property
     def narrow(self) -> bool:
         return self.compressor.narrow
 

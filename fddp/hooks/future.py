@@ -49,7 +49,7 @@ class Future(ABC, Generic[T]):
                 raise TypeError("the function passed to map returned a Future; use then instead")
             return value
 
-        return _Started(lambda: self.done, take, self)
+        return _Started(lambda: self.ready, take, self)
 
     def then(self, fn: Callable[[T], Future[U]]) -> Future[U]:
         """A future of the next stage, which `fn(value)` starts.
@@ -60,9 +60,9 @@ class Future(ABC, Generic[T]):
         return _Chained(self, fn)
 
     @property
-    @abstractmethod
     def done(self) -> bool:
         """True if `wait` would return without waiting for other ranks. Does not block."""
+        return self.ready and not self.pending
 
     @abstractmethod
     def wait(self) -> T:
@@ -73,30 +73,29 @@ class Future(ABC, Generic[T]):
     def pending(self) -> bool:
         """True if a stage has not been started."""
 
+    @property
     @abstractmethod
-    def advance(self, *, block: bool) -> bool:
-        """Start the next stage only.
+    def ready(self) -> bool:
+        """True if the input of the next stage is there, or without one the value. Does not
+        block."""
 
-        Args:
-            block: True to wait for the input of the stage.
-
-        Returns:
-            False if the input is not ready and `block` is False.
-        """
+    @abstractmethod
+    def advance(self) -> None:
+        """Wait for the input of the next stage, if there is one, and start that stage only."""
 
 
 class _Ready(Future[T]):
     def __init__(self, value: T) -> None:
         self._value = value
 
-    done = True
+    ready = True
     pending = False
 
     def wait(self) -> T:
         return self._value
 
-    def advance(self, *, block: bool) -> bool:
-        return True
+    def advance(self) -> None:
+        pass
 
 
 class _Started(Future[T]):
@@ -111,7 +110,7 @@ class _Started(Future[T]):
         self._value: T
 
     @property
-    def done(self) -> bool:
+    def ready(self) -> bool:
         return self._is_ready is None or self._is_ready()
 
     @property
@@ -125,8 +124,9 @@ class _Started(Future[T]):
             del self._take
         return self._value
 
-    def advance(self, *, block: bool) -> bool:
-        return self._source is None or self._source.advance(block=block)
+    def advance(self) -> None:
+        if self._source is not None:
+            self._source.advance()
 
 
 class _Chained(Future[U]):
@@ -136,8 +136,8 @@ class _Chained(Future[U]):
         self._next: Future[U] = _Ready(None)  # type: ignore[arg-type]  # until the stage starts
 
     @property
-    def done(self) -> bool:
-        return self._source is None and self._next.done
+    def ready(self) -> bool:
+        return self._next.ready if self._source is None else self._source.ready
 
     @property
     def pending(self) -> bool:
@@ -145,22 +145,20 @@ class _Chained(Future[U]):
 
     def wait(self) -> U:
         while self.pending:
-            self.advance(block=True)
+            self.advance()
         return self._next.wait()
 
-    def advance(self, *, block: bool) -> bool:
+    def advance(self) -> None:
         if self._source is None:
-            return self._next.advance(block=block)
-        if self._source.pending:
-            return self._source.advance(block=block)
-        if not (block or self._source.done):
-            return False
-        started = self._fn(self._source.wait())
-        if not isinstance(started, Future):
-            raise TypeError(
-                f"the function passed to then returned a {type(started).__name__}, not a Future; "
-                f"use map instead"
-            )
-        self._next, self._source = started, None
-        del self._fn
-        return True
+            self._next.advance()
+        elif self._source.pending:
+            self._source.advance()
+        else:
+            started = self._fn(self._source.wait())
+            if not isinstance(started, Future):
+                raise TypeError(
+                    f"the function passed to then returned a {type(started).__name__}, not a "
+                    f"Future; use map instead"
+                )
+            self._next, self._source = started, None
+            del self._fn

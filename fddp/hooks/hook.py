@@ -171,6 +171,13 @@ class Hook(ABC, Generic[S]):
     raw: bool = False
 
     @property
+    def stages(self) -> int:
+        """The most collectives of a bucket that `apply` starts one after the other, with
+        `Future.then`. The stages of all buckets are interleaved, so that they overlap. Further
+        ones, which are not declared, start when the result is needed."""
+        return 1
+
+    @property
     def narrow(self) -> bool:
         """True if the hook sums in float16, whose range only allows weights near the reference. A
         bucket with other weights is reduced again without the hook."""

@@ -39,6 +39,10 @@ class PowerSgd(Compressor[list[Tensor]]):
         if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"rank must be an int of at least 1, got {self.rank!r}")
 
+    @property
+    def stages(self) -> int:
+        return 2
+
     def init(self, spec: BucketSpec) -> list[Tensor]:
         generator = torch.Generator().manual_seed(spec.index)
         return [

@@ -77,6 +77,7 @@ class Quantized(Stateless):
 
     bits: ClassVar[int]
     scatters = True
+    stages = 2
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:

@@ -158,12 +158,7 @@ class CompiledProgram:
     # Instructions
 
     def _native(self, chosen: Iterable[Instruction], key: ListKey) -> NativeInstrs:
-        made: list[NativeInstr] = []
-        for instruction in chosen:
-            if self.hook is not None and instruction.op.kind != "control":
-                made.append(_stages_before(instruction))
-            made.append(self._bound(instruction, key))
-        return instrs(made)
+        return instrs([self._bound(instruction, key) for instruction in chosen])
 
     def _bound(self, instruction: Instruction, key: ListKey) -> NativeInstr:
         position, op = instruction.position, instruction.op
@@ -291,13 +286,6 @@ def make_instr(
         in_backward,
         call,
     )
-
-
-def _stages_before(instruction: Instruction) -> NativeInstr:
-    """Return the instruction that runs the stages of a hook that come before an operation; see
-    [Note: stages in one order]."""
-    call = operations.advance_stages
-    return instr_type()("call", instruction.position, -1, 0, 0, [], True, call)
 
 
 def _plain_word(program: Program, method: Method, weight: float) -> PlainWord:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fddp.core.schedule.stages import count_stages, with_stages
 from fddp.errors import TreeMismatchError
 from fddp.hooks.hook import BucketSpec, Hook
 from fddp.runtime.program import Program
@@ -85,6 +86,25 @@ class BoundHook:
                     f"the state of {self.hook.name} for bucket {bucket} {problem}; {advice}"
                 )
         return states
+
+
+def staged(program: Program, hook: Hook[Any]) -> Program:
+    """Return the program with the stages of a hook; see [Note: stages in one order].
+
+    Raises:
+        ValueError: as `BoundHook.of`; or the schedule has the stages of another hook.
+    """
+    given = count_stages(program.schedule)
+    if given:
+        if given != hook.stages:
+            raise ValueError(
+                f"the schedule reduces each bucket in {given} stages, and {hook.name} has "
+                f"{hook.stages}; pass the schedule of this hook, or one without stages"
+            )
+        return program
+    reductions = _positions(hook, program)
+    schedule = with_stages(program.schedule, reductions, hook.stages, in_turn=hook.raw)
+    return replace(program, schedule=schedule)
 
 
 @dataclass(frozen=True)

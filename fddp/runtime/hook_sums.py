@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -17,7 +16,8 @@ from fddp.core.timeline import Interval
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.hook_pipeline import Collectives, HookWork
+from fddp.runtime.hook_collectives import Collectives
+from fddp.runtime.hook_work import HookWork
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.step_context import StepContext
 from fddp.runtime.sums import Sums
@@ -42,20 +42,30 @@ class HookSums(Sums):
         self._transport = context.transport
         self._record_time = context.with_stats
         self.spans: list[Interval] = []
-        self._launched: list[HookWork] = []
-        self._due: deque[HookWork] = deque()  # reductions whose next stage is to be started
+        self._works: dict[int, HookWork] = {}  # by bucket
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
         self._is_late = False  # True once a failure can no longer be reported
         self._overflows = False  # True if weights exceed the range of the hook's sums
 
-    def replaces(self, position: int, bucket: int) -> bool:
-        """Return True if the hook replaces the operation at a position."""
-        return self._bound.positions.get(bucket) == position
+    def reduction(self, position: int) -> Op | None:
+        """Return the reduction that the hook carries out in the operation at a position, of which
+        it is a stage; None for other operations."""
+        ops = self._program.schedule.ops
+        op, last = ops[position], self._bound.positions.get(ops[position].bucket)
+        return ops[last] if last is not None and (op.kind == "stage" or last == position) else None
 
-    def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
-        """Start the reduction that replaces an operation. Its memory `own`, shape `(n,)`, receives
-        the result. `states` are those by bucket; empty before the first step."""
+    def advance(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
+        """Start the next stage of a reduction. Its memory `own`, shape `(n,)`, receives the result.
+        `states` are those by bucket; empty before the first step."""
+        work = self._works.get(op.bucket)
+        if work is None:
+            work = self._works[op.bucket] = self._start(op, own, states, what)
+        else:
+            work.advance()
+        return work
+
+    def _start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
         before = self._scale.scaling == "before"
@@ -73,43 +83,10 @@ class HookSums(Sums):
         spans = self.spans if self._record_time else None
         if spans is not None:
             spans.append((start_s, perf_counter()))
-        work = HookWork(future, collectives, op, own, what, spans)
-        self._due.extend(reversed(self._launched))  # [Note: stages in one order]
-        self._launched.append(work)
-        return work
-
-    def advance(self, *, block: bool) -> bool:
-        """Run the stages that come before the next operation. Return False if one has to wait for
-        a result, which only happens without `block`."""
-        if not self._start_due(block=block):
-            return False
-        if not self.is_raw or not self._launched:
-            return True
-        last = self._launched[-1]
-        if block or last.done:
-            self.finish(last)
-        return last.settled
-
-    def _start_due(self, *, block: bool) -> bool:
-        while self._due:
-            if not self._due[0].advance(block=block):
-                return False
-            self._due.popleft()
-        return True
-
-    def _run_out(self, work: HookWork, *, block: bool) -> None:
-        """Start the remaining stages of a reduction, and of others in between."""
-        while self._start_due(block=block) and work.pending:
-            self._due.extend(self._launched)
-
-    def is_done(self, work: HookWork) -> bool:
-        """Start the stages that can start. Return True if the reduction has finished."""
-        self._run_out(work, block=False)
-        return work.done
+        return HookWork(future, collectives, op, own, what, spans)
 
     def finish(self, work: HookWork) -> None:
         """Wait for a reduction and store its result; later calls do nothing."""
-        self._run_out(work, block=True)
         if not work.settled:
             with torch.no_grad():
                 self._settle(work)
@@ -245,20 +222,21 @@ def _is_finite(value: Tensor | float) -> bool:
 
 
 class HookedWork:
-    """A hook's reduction as the work of an instruction.
+    """A stage of a hook's reduction as the work of an instruction.
 
     Args:
         sums: the hook's sums.
         work: the reduction.
+        is_last: True for the last stage, which stores the result.
     """
 
-    def __init__(self, sums: HookSums, work: HookWork) -> None:
-        self.sums, self.work = sums, work
+    def __init__(self, sums: HookSums, work: HookWork, *, is_last: bool) -> None:
+        self.sums, self.work, self.is_last = sums, work, is_last
 
     @property
     def done(self) -> bool:
-        """True if the reduction has finished; starts the stages that can start."""
-        return self.sums.is_done(self.work)
+        """True if the next stage could start at once; after the last, if the result is there."""
+        return self.work.done if self.is_last else self.work.ready
 
     @property
     def done_s(self) -> float | None:
@@ -271,5 +249,6 @@ class HookedWork:
         return self.work.collectives.nbytes
 
     def wait(self, what: str) -> None:
-        """Wait for the reduction and store its result."""
-        self.sums.finish(self.work)
+        """Wait for the reduction and store its result. The next stage waits for those before."""
+        if self.is_last:
+            self.sums.finish(self.work)

@@ -201,23 +201,16 @@ def _log_packed(step: Step, op: Op) -> None:
         step.log.append((step.contributions.arrived(), Action("launch", op.bucket)))
 
 
-def advance_stages(step: Step, block: bool) -> bool:
-    """Run the stages that come before the next operation; see [Note: stages in one order]. Return
-    False if one has to wait for a result."""
-    sums = step.sums
-    return not isinstance(sums, HookSums) or sums.advance(block=block)
-
-
 def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
-    """Start the hook's reduction where it replaces the operation, else the operation."""
+    """Start a stage of the hook's reduction, or an operation that the hook does not carry out."""
     op, sums = step.program.schedule.ops[position], step.sums
     assert isinstance(sums, HookSums)
-    if not sums.replaces(position, op.bucket):
+    reduction = sums.reduction(position)
+    if reduction is None:
         if op.when == "again":
             sums.discard(op.bucket)
         return launch(step, position, wait_soon)
     what = f"{step.program.buckets[op.bucket].text} of step {step.number}"
-    own = operand(step, position)
-    started = HookedWork(sums, sums.start(op, own, step.hook_states, what))
-    step.works[op.bucket] = started
+    work = sums.advance(reduction, operand(step, position), step.hook_states, what)
+    started = step.works[op.bucket] = HookedWork(sums, work, is_last=op.kind != "stage")
     return started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fddp.core.check import check_schedule
@@ -11,12 +12,13 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.builder import make_all_gather_schedule
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.stages import count_stages
 from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutError, TreeMismatchError
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
-from fddp.runtime.hook_binding import BoundHook
+from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.program import Program
 from fddp.sync.request import EngineSpec, deterministic_hook_error
 from fddp.transport import Transport, open_transport
@@ -139,6 +141,11 @@ class EngineConfiguration:
         self.schedule = schedule
         if self.hook is not None:
             schedule = with_separate_word(schedule)
+        elif count_stages(schedule):
+            raise ValueError(
+                "the schedule has stages of a communication hook, and there is no hook; pass the "
+                "hook, or a schedule without stages"
+            )
         check_schedule(schedule)
         gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
         if gather is not None:
@@ -148,11 +155,15 @@ class EngineConfiguration:
             self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
-        self.program = Program(schedule, rank, with_order, foreign)
-        self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
-        if with_order and self.bound_hook is not None and self.bound_hook.stateful:
-            # State is by bucket: the plan must not be rebuilt.
-            self.program = Program(schedule, rank, False, foreign)
+        program, self.bound_hook = Program(schedule, rank, with_order, foreign), None
+        if self.hook is not None:
+            program = staged(program, self.hook)
+            if program.schedule is not schedule:
+                check_schedule(program.schedule)
+            self.bound_hook = BoundHook.of(self.hook, program)
+            if self.bound_hook.stateful:  # by bucket: the plan must not be rebuilt
+                program = replace(program, with_order=False)
+        self.program = program
         self.code = CompiledProgram(self.program, self.transport, self.bound_hook)
         self.gathering: CompiledProgram | None = None
         if gather is not None:

@@ -175,7 +175,10 @@ def bad_op(**fields: Any) -> Callable[[], Schedule]:
         (bad(ops=[]), r"^ops must be a tuple, got list$"),
         (bad(ops=(1,)), r"^ops\[0\] must be an Op on a Region, got 1$"),
         (bad_op(region=None), r"^ops\[1\] must be an Op on a Region, got Op\("),
-        (bad_op(kind="send"), r"^ops\[1\] has the kind 'send'; it must be one of pack, all_reduce"),
+        (
+            bad_op(kind="send"),
+            r"^ops\[1\] has the kind 'send'; it must be one of pack, stage, all_reduce",
+        ),
         (bad_op(when="never"), r"^ops\[1\] has the when 'never'; it must be one of always, late"),
         (
             bad_op(region=Region("swap", 0, 3)),  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_a_value_that_is_there() -> None:
     future = Future.of(5)
     assert future.done
     assert not future.pending
-    assert future.advance(block=False)
+    future.advance()
     assert future.wait() == 5
 
 
@@ -64,13 +64,14 @@ def test_stages_start_one_at_a_time() -> None:
 
     future = first.future().then(stage("second", second)).map(str).then(stage("third", third))
     assert future.pending
-    assert not future.advance(block=False)  # the first is not there
-    assert log == []
+    assert not future.ready  # the first is not there
     first.is_there = True
-    assert future.advance(block=False)
+    assert future.ready
+    assert log == []
+    future.advance()
     assert log == ["second after 1"]
-    assert not future.advance(block=False)
-    assert future.advance(block=True)
+    assert not future.ready
+    future.advance()
     assert log == ["second after 1", "third after 2"]
     assert not future.pending
     assert not future.done
@@ -82,9 +83,9 @@ def test_stages_start_one_at_a_time() -> None:
 
 def test_a_stage_may_have_stages_of_its_own() -> None:
     future = Future.of(1).then(lambda n: Future.of(n + 1).then(lambda m: Future.of((n, m))))
-    assert future.advance(block=False)
+    future.advance()
     assert future.pending
-    assert future.advance(block=False)
+    future.advance()
     assert not future.pending
     assert future.wait() == (1, 2)
 
@@ -92,7 +93,7 @@ def test_a_stage_may_have_stages_of_its_own() -> None:
 def test_done_means_that_all_stages_have_started() -> None:
     future = Future.of(1).then(Future.of)
     assert not future.done
-    future.advance(block=False)
+    future.advance()
     assert future.done
 
 

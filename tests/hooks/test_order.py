@@ -52,10 +52,14 @@ def loss_fn(p: dict[str, Tensor], x: Tensor, on_gradient: Any) -> Tensor:
 class Staged(Hook[tuple[()]]):
     """Sums a marker in each stage, then the buffer; stages that start are noted."""
 
-    stages: int
+    count: int
     note: Any
 
     name = "staged"
+
+    @property
+    def stages(self) -> int:
+        return self.count
 
     def init(self, spec: BucketSpec) -> tuple[()]:
         return ()
@@ -65,7 +69,7 @@ class Staged(Hook[tuple[()]]):
     ) -> Future[tuple[Tensor, tuple[()]]]:
         def stage(number: int) -> Future[Tensor]:
             self.note((bucket.spec.index, number))
-            if number == self.stages - 1:
+            if number == self.count - 1:
                 return all_reduce(bucket.buffer)
             marker = torch.full((1 + bucket.spec.index,), float(number))
             return all_reduce(marker).then(lambda _: stage(number + 1))

@@ -274,7 +274,9 @@ def test_shards_take_a_quarter_of_the_bytes(ranks: int) -> None:
         grads = {"w": torch.ones(100_003)}
         options: Any = {"algorithm": "reduce_scatter", "hook": hook}
         with fddp.GradSync(grads, group=group, **options) as sync:
-            assert [op.kind for op in sync.schedule.ops[:2]] == ["pack", "reduce_scatter"]
+            kinds = {op.kind for op in sync.schedule.ops}
+            assert "reduce_scatter" in kinds
+            assert not kinds & {"all_reduce", "all_gather"}
             *_, info = sync.reduce_scatter(grads, with_info=True)
             return info.timeline.buckets[0].nbytes
 

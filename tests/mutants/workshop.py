@@ -37,6 +37,7 @@ class Workshop:
 
     def __init__(self, folder: Path) -> None:
         self._tree, self._build = folder / "tree", folder / "build"
+        self._passing: set[tuple[str, ...]] = set()  # tests that pass in the unchanged copy
         for name in filter(None, _run(("git", "ls-files", "-z")).split("\0")):
             if (ROOT / name).is_file():
                 target = self._tree / name
@@ -62,9 +63,9 @@ class Workshop:
         )
 
     def judge(self, mutant: Mutant) -> Verdict:
-        """Apply a mutant, run its tests, and restore the file."""
+        """Apply a mutant, run its tests, and restore the file. The tests must pass without it."""
         start_s = time.perf_counter()
-        state, by = "an error", mutant.problem(self._tree)
+        state, by = "an error", mutant.problem(self._tree) or self._failing_without(mutant.tests)
         if not by:
             path = self._tree / mutant.file
             text = path.read_text()
@@ -105,6 +106,8 @@ class Workshop:
         target = self._tree / "fddp" / built.name
         target.unlink(missing_ok=True)  # another process may have it mapped
         target.write_bytes(built.read_bytes())
+        note = built.with_name("_C.torch_version")
+        target.with_name(note.name).write_bytes(note.read_bytes())
 
     def _failing_test(self, tests: Sequence[str]) -> str:
         """Return the first test that fails; "" if all pass."""
@@ -113,6 +116,14 @@ class Workshop:
         status, output = json.loads(self._nursery.stdout.readline())
         found = _FAILED.search(output)
         return "" if status == 0 else found[1] if found else f"pytest ended with {status}"
+
+    def _failing_without(self, tests: tuple[str, ...]) -> str:
+        """Return why the tests can't judge: one that fails in the unchanged copy; "" if none."""
+        if tests not in self._passing:
+            if by := self._failing_test(tests):
+                return f"{by} fails without the mutant"
+            self._passing.add(tests)
+        return ""
 
     def close(self) -> None:
         """End the process that runs tests."""

@@ -13,6 +13,7 @@ from itertools import accumulate, groupby
 
 from fddp.core.check.dataflow import Flow
 from fddp.core.check.ordering import Order, check_order, check_reads_of_control
+from fddp.core.check.stages import check_stages
 from fddp.core.check.symbolic import Algebra, branches
 from fddp.core.check.virtual import check_virtual
 from fddp.core.check.well_formed import check_form
@@ -35,6 +36,7 @@ def check_schedule(schedule: Schedule) -> None:
     - the control word reaches all ranks, separately or piggybacked on a bucket that can hold it;
     - no operation depends on one that is launched later, which would deadlock;
     - no operation uses memory of an unfinished one, see [Note: required dependencies];
+    - the stages of a communication hook come one after the other, as many in each bucket;
     - with virtual ranks, each is summed once, in the order of the tree, see [Note: virtual ranks].
 
     The cost does not depend on the number of ranks.
@@ -69,6 +71,7 @@ def check_schedule(schedule: Schedule) -> None:
             check_reads_of_control(schedule, control, positions, order)
             for branch in branches(schedule, bucket):
                 Flow(schedule, bucket, branch, algebra, order).follow(positions)
+    check_stages(schedule, by_bucket)
     check_virtual(schedule)
 
 

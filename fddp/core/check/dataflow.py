@@ -111,6 +111,9 @@ class Flow:
         value = self._algebra.gathered_sparse(self._branch)
         self._memory["bucket"].put(start, stop, [_Piece(start, stop, (), value, at.position)])
 
+    def _stage(self, at: Location, op: Op) -> None:
+        self._change(at, op, lambda value, axes: value)
+
     def _reduce_scatter(self, at: Location, op: Op) -> None:
         pieces = self._reduce(at, op)
         shard = nontrivial(self._schedule, (*op.region.shard, *op.axes))
@@ -302,6 +305,7 @@ _STEPS: Mapping[str, Callable[[Flow, Location, Op], object]] = MappingProxyType(
     {
         "pack": Flow._pack,
         "gather": Flow._gather,
+        "stage": Flow._stage,
         "all_reduce": Flow._reduce,
         "reduce_scatter": Flow._reduce_scatter,
         "all_gather": Flow._all_gather,

@@ -29,6 +29,7 @@ _REDUCED: tuple[tuple[Buffer, When], ...] = (
 _PLACES: Mapping[Kind, tuple[tuple[Buffer, When], ...]] = MappingProxyType(
     {
         "pack": (("bucket", "always"), ("repair", "late"), ("bucket", "again")),
+        "stage": (("bucket", "always"),),
         "all_reduce": _REDUCED,
         "reduce_scatter": _REDUCED,
         "all_gather": _REDUCED,
@@ -104,6 +105,11 @@ def _check_deterministic(at: Location, op: Op) -> None:
         at.fail(
             "its order of summation depends on the transport, but the schedule is deterministic; "
             "use reduce_scatter and all_gather"
+        )
+    if op.kind == "stage":
+        at.fail(
+            "a communication hook does not fix the order of its sums, but the schedule is "
+            "deterministic; remove it"
         )
     if op.when == "late":
         at.fail(

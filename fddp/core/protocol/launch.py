@@ -19,7 +19,7 @@ Phase = Literal["backward", "complete", "free"]
 """Phase of a step: gradients arrive; all have arrived, but nothing may block; operations wait for
 each other."""
 
-LAUNCHED = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
+LAUNCHED = frozenset({"pack", "stage", "all_reduce", "reduce_scatter", "all_gather"})
 """Kinds of operations that run before the control word is known."""
 
 

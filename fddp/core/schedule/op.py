@@ -20,13 +20,16 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "pack", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather", "unpack"
-]
+    "pack", "stage", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather",
+    "unpack",
+]  # fmt: skip
 When = Literal["always", "late", "again"]
 Buffer = Literal["bucket", "repair", "control"]
 
 #: kinds of collectives, except for a piggybacked control word
-COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
+COLLECTIVES = frozenset(
+    {"stage", "all_reduce", "reduce_scatter", "all_gather", "control", "gather"}
+)
 
 
 class Region(NamedTuple):
@@ -53,9 +56,10 @@ class Op(NamedTuple):
 
     Attributes:
         kind: "pack" gradients (or local shards) into a region; "all_reduce", "reduce_scatter" or
-            "all_gather" the region along `axes`; "add" the region of the repair to that of the
-            bucket; reduce the "control" word, or write it if it is piggybacked; "gather" indices
-            and values of a sparse bucket; "unpack" results.
+            "all_gather" the region along `axes`; a "stage" of a communication hook, before the
+            reduction, see [Note: stages in one order]; "add" the region of the repair to that of
+            the bucket; reduce the "control" word, or write it if it is piggybacked; "gather"
+            indices and values of a sparse bucket; "unpack" results.
         bucket: index of the bucket; -1 for a separate control word, see
             [Note: piggybacked control word].
         axes: axes of a collective, in the topology's order; () for a local operation.

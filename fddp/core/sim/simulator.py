@@ -265,6 +265,11 @@ def _word_bytes(schedule: Schedule) -> float:
 def collective_time_s(schedule: Schedule, op: Op, model: CostModel) -> float:
     """Return the time in seconds of a collective outside of backward."""
     ranks, nbytes = schedule.topology.size(op.axes), collective_bytes(schedule, op)
+    if op.kind == "stage":
+        raise ValueError(
+            "the schedule has stages of a communication hook, which decides itself how much it "
+            "sends; simulate the schedule without the hook"
+        )
     if op.kind == "gather":  # counts and indices travel before the values
         empty_s = model.time_s("all_gather", 0.0, ranks)
         return model.time_s("all_gather", nbytes, ranks) + 2.0 * empty_s

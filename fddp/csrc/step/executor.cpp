@@ -159,7 +159,7 @@ void Executor::advance(Phase phase) {
     while (cursor_ < list_->items.size()) {
       const Instr& instr = list_->items[cursor_];
       if (phase != Phase::kFree && !may_run(instr, phase)) return;
-      if (!execute(instr)) return;
+      execute(instr);
     }
     position_ = -1;
   } catch (...) {
@@ -180,23 +180,19 @@ bool Executor::may_run(const Instr& instr, Phase phase) const {
   });
 }
 
-// Return false if the instruction has to be tried again later.
-bool Executor::execute(const Instr& instr) {
+void Executor::execute(const Instr& instr) {
   for (const int64_t position : instr.awaited) {
     Launch* const launch = launch_at(position);
     if (launch != nullptr) wait_for(*launch);
   }
   position_ = instr.position;
-  if (instr.kind == InstrKind::kCall) {
-    // The function may use the executor, but adds no instruction before this one.
-    if (!call(instr)) return false;
-    ++cursor_;
-    return true;
-  }
   ++cursor_;  // first: a gradient that arrives meanwhile must not repeat it
   if (instr.kind == InstrKind::kPack) pack(instr);
   if (instr.kind == InstrKind::kReduce || instr.kind == InstrKind::kStart) launch(instr);
-  return true;
+  if (instr.kind == InstrKind::kCall) {
+    const py::gil_scoped_acquire gil;
+    instr.call(step(), is_free_);
+  }
 }
 
 void Executor::pack(const Instr& instr) {
@@ -231,12 +227,6 @@ double Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
   }
   if (counter_) return counter_->pack(b, buffer, *bucket.packing, bucket.keep, factor_);
   return pack_(buffer, bucket.layout, sources_.at(b).tensors(), factor_);
-}
-
-bool Executor::call(const Instr& instr) {
-  const py::gil_scoped_acquire gil;
-  const py::object found = instr.call(step(), is_free_);
-  return !found.is(py::bool_(false));
 }
 
 void Executor::launch(const Instr& instr) {

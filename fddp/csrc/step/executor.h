@@ -37,7 +37,7 @@ enum class InstrKind : int {
   kReduce,  // start an all-reduce of a range of a buffer over all ranks, or of the control word
   kStart,   // start a collective by a function of Python, which returns its work
   kAwait,   // wait for the awaited collectives only
-  kCall,    // call a function of Python, which returns false to be called again later
+  kCall,    // call a function of Python
 };
 
 struct Instr {
@@ -160,10 +160,9 @@ class Executor : public BucketListener {
   void follow(std::shared_ptr<const Instrs> list);
   void advance(Phase phase);
   bool may_run(const Instr& instr, Phase phase) const;
-  bool execute(const Instr& instr);
+  void execute(const Instr& instr);
   void pack(const Instr& instr);
   double pack_natively(int64_t bucket, const at::Tensor& buffer);
-  bool call(const Instr& instr);
   void launch(const Instr& instr);
   const at::Tensor& memory(int64_t bucket);
   Launch* launch_at(int64_t position) const;

@@ -1,36 +1,15 @@
-"""Reductions by communication hooks, as a pipeline of stages.
-
-[Note: stages in one order]
-Ranks must issue collectives in the same order. The second collective of a hook can only start when
-its first has finished, and ranks observe this at different times. The order is therefore fixed:
-after the first stage of a bucket comes one further stage of each earlier bucket that has one,
-latest first. Before an operation that needs a bucket's result come rounds of one stage of each
-unfinished bucket. During backward nothing blocks: if a stage needs a result that is not available,
-the pipeline stops and resumes there when the next bucket is full. After backward it blocks.
-
-The collectives of raw hooks are not visible here, and a thread of the backend may issue them. The
-next bucket is therefore started only when the previous one has finished.
-"""
+"""Collectives of a communication hook in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
-from typing import Any, TypeVar
-
-import torch
 from torch import Tensor
 
 from fddp.core.protocol.differences import check_equal
-from fddp.core.schedule.op import Op
-from fddp.core.timeline import Interval
-from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
+from fddp.errors import DesyncError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
-
-T = TypeVar("T")
 
 
 class Collectives(AllReduce):
@@ -126,72 +105,3 @@ class Collectives(AllReduce):
             return result
 
         return Future.started(lambda: work.done, take)
-
-
-class HookWork:
-    """A hook's reduction of one bucket in flight.
-
-    Attributes:
-        collectives: collectives that the hook was given.
-        op: the operation that the reduction replaces.
-        own: the operation's memory, shape `(n,)`.
-        what: description of the bucket, for errors.
-        settled: True once the result was taken.
-    """
-
-    def __init__(
-        self,
-        future: Future[Any],
-        collectives: Collectives,
-        op: Op,
-        own: Tensor,
-        what: str,
-        spans: list[Interval] | None = None,
-    ) -> None:
-        self.settled = False
-        self._spans = spans
-        self._future = future
-        self.op = op
-        self.own = own
-        self.what = what
-        self.collectives = collectives
-
-    @property
-    def pending(self) -> bool:
-        """True if a stage has not been started."""
-        return self._future.pending
-
-    @property
-    def done(self) -> bool:
-        """True if all stages were started and the result is available."""
-        return not self.pending and self._future.done
-
-    def advance(self, *, block: bool) -> bool:
-        """Start the next stage, if there is one; see `Future.advance`."""
-        if not self.pending:
-            return True
-        try:
-            with torch.no_grad():
-                return self._timed(lambda: self._future.advance(block=block))
-        except (RankLostError, SyncTimeoutError) as error:
-            error.bucket = self.op.bucket  # may differ from the step's current bucket
-            raise
-
-    def take(self) -> Any:
-        """Return the result, and release it; to be called once."""
-        self.settled = True
-        future, self._future = self._future, Future.of(None)
-        try:
-            return self._timed(future.wait)
-        except (RankLostError, SyncTimeoutError) as error:
-            error.bucket = self.op.bucket
-            raise
-
-    def _timed(self, stage: Callable[[], T]) -> T:
-        if self._spans is None:
-            return stage()
-        start_s = perf_counter()
-        try:
-            return stage()
-        finally:
-            self._spans.append((start_s, perf_counter()))
