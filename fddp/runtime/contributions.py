@@ -215,16 +215,6 @@ class BackwardContributions(Contributions):
         expected: number of gradients that a leaf is expected to get; empty before `arm`.
     """
 
-    leaf_set: GradientCounter | None = None
-    expected: Sequence[int] = ()
-    _opaque = False
-    _visible: Sequence[bool] = ()
-    _previous: Arrivals | None = None  # if this backward pass is expected to be like it
-    _scale: WeightScale | None = None
-    _factor = 0.0
-    _retains = False
-    _retained: tuple[int, list[WeightedGradients]] | None = None  # bucket packed last
-
     def __init__(
         self,
         program: Program,
@@ -244,6 +234,15 @@ class BackwardContributions(Contributions):
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
         self.allocates_early = packs_early
+        self.leaf_set: GradientCounter | None = None
+        self.expected: Sequence[int] = ()
+        self._opaque = False
+        self._visible: Sequence[bool] = ()
+        self._previous: Arrivals | None = None  # if this backward pass is expected to be like it
+        self._scale: WeightScale | None = None
+        self._factor = 0.0
+        self._retains = False
+        self._retained: tuple[int, list[WeightedGradients]] | None = None  # bucket packed last
 
     def arm(
         self,
