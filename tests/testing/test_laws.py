@@ -143,7 +143,7 @@ def count_pieces(schedule: fddp.Schedule) -> Counter[int]:
 
 
 def test_kinds_of_schedules() -> None:
-    for kind in COLLECTIVES:
+    for kind in COLLECTIVES - {"stage"}:  # of hooks, which schedules() has none of
         drawn(schedules(), lambda s, k=kind: k in [op.kind for op in s.ops])
     for scaling in ("before", "after", "average"):
         drawn(schedules(), lambda s, k=scaling: s.scaling == k)
