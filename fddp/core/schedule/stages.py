@@ -5,8 +5,9 @@ A hook reduces a bucket by several collectives, each of which needs the result o
 Ranks must issue collectives in the same order, and learn at different times that one has finished.
 So each stage is an operation of the schedule: "stage" operations, and the reduction itself as the
 last stage. After the first stage of a bucket comes one further stage of each earlier bucket that
-has one, latest first. Before an operation that needs a bucket's result come rounds of one stage of
-each unfinished bucket.
+has one, latest first. Before an operation that needs a bucket's result, or the control word, come
+rounds of one stage of each unfinished bucket. So two stages of three buckets, 0.1 to 2.2, and the
+control word go out in the order 0.1, 1.1, 0.2, 2.1, control, 1.2, 2.2.
 """
 
 from __future__ import annotations
@@ -67,50 +68,51 @@ class _Builder:
         self._in_turn = in_turn
         self._ops: list[Op] = []
         self._position_of: dict[int, int] = {}  # by old position; of a reduction, its last stage
-        self._started: dict[int, int] = {}  # by bucket: stages so far
+        self._started: dict[int, int] = {}  # by unfinished bucket: stages so far
         self._latest: dict[int, int] = {}  # by bucket: position of the latest stage
-        self._due: list[int] = []  # buckets with a stage before the next operation
+        self._finished = -1  # position of the last stage that was the last of its bucket
 
     def build(self) -> tuple[Op, ...]:
         bucket_of = {position: bucket for bucket, position in self._reductions.items()}
+        due: list[int] = []  # buckets with a stage before the next operation
         for position, op in enumerate(self._old):
             if op.kind != "control":
-                self._advance(self._due)
-                self._due = []
+                self._advance(due)
+                due = []
             if position in bucket_of:
-                self._due = list(reversed(self._started))
+                due = list(reversed(self._started))
                 self._start(bucket_of[position])
                 continue
-            for dep in op.deps:
-                while dep in bucket_of and dep not in self._position_of:
-                    self._advance(list(self._started))
+            needed = {bucket_of[dep] for dep in op.deps if dep in bucket_of}
+            if op.when != "always" or op.kind in ("gather", "unpack"):  # reads the control word
+                needed.update(self._started)
+            while needed & self._started.keys():
+                self._advance(list(self._started))
             self._position_of[position] = self._append(op, self._moved(op.deps))
         return tuple(self._ops)
 
     def _start(self, bucket: int) -> None:
+        while self._in_turn and self._started:
+            self._advance(list(self._started))
         deps = self._moved(self._old[self._reductions[bucket]].deps)
-        if self._in_turn and self._started:
-            before = next(reversed(self._started))
-            while self._started[before] < self._stages:
-                self._advance([before])
-            deps = tuple(dict.fromkeys((*deps, self._position_of[self._reductions[before]])))
+        if self._in_turn and self._finished >= 0:
+            deps = tuple(dict.fromkeys((*deps, self._finished)))
         self._started[bucket] = 0
         self._append_stage(bucket, deps)
 
     def _advance(self, buckets: list[int]) -> None:
         for bucket in buckets:
-            if self._started[bucket] < self._stages:
+            if bucket in self._started:
                 self._append_stage(bucket, (self._latest[bucket],))
 
     def _append_stage(self, bucket: int, deps: tuple[int, ...]) -> None:
         position = self._reductions[bucket]
-        op = self._old[position]
         self._started[bucket] += 1
-        is_last = self._started[bucket] == self._stages
-        latest = self._append(op if is_last else op._replace(kind="stage"), deps)
-        self._latest[bucket] = latest
-        if is_last:
-            self._position_of[position] = latest
+        if self._started[bucket] < self._stages:
+            self._latest[bucket] = self._append(self._old[position]._replace(kind="stage"), deps)
+        else:
+            self._position_of[position] = self._finished = self._append(self._old[position], deps)
+            del self._started[bucket]
 
     def _append(self, op: Op, deps: tuple[int, ...]) -> int:
         self._ops.append(op._replace(deps=deps))
