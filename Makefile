@@ -122,7 +122,7 @@ disagree: $(INSTALLED)
 # All of torch's own tests of process groups, over the backend "fddp": some ten minutes. `make test`
 # runs a sample of them.
 torch-tests: $(INSTALLED)
-	TORCH_TESTS=all $(RUN) -m pytest tests/transport/backend/test_torch_suite.py
+	TORCH_TESTS=all $(RUN) -m pytest -m "" tests/transport/backend/test_torch_suite.py tests/repo/test_torch_suite.py
 
 # SHA-256 of parameters after steps of the demo, of the examples and of 210 random trees, with the
 # collectives issued and the JSON of plans and schedules: two minutes. To compare this checkout with

@@ -80,6 +80,10 @@ class Future(ABC, Generic[T]):
         block."""
 
     @abstractmethod
+    def wait_ready(self) -> None:
+        """Wait until `ready`."""
+
+    @abstractmethod
     def advance(self) -> None:
         """Wait for the input of the next stage, if there is one, and start that stage only."""
 
@@ -93,6 +97,9 @@ class _Ready(Future[T]):
 
     def wait(self) -> T:
         return self._value
+
+    def wait_ready(self) -> None:
+        pass
 
     def advance(self) -> None:
         pass
@@ -124,6 +131,12 @@ class _Started(Future[T]):
             del self._take
         return self._value
 
+    def wait_ready(self) -> None:
+        if self._source is None:
+            self.wait()
+        else:
+            self._source.wait_ready()
+
     def advance(self) -> None:
         if self._source is not None:
             self._source.advance()
@@ -147,6 +160,14 @@ class _Chained(Future[U]):
         while self.pending:
             self.advance()
         return self._next.wait()
+
+    def wait_ready(self) -> None:
+        if self._source is None:
+            self._next.wait_ready()
+        elif self._source.pending:
+            self._source.wait_ready()
+        else:
+            self._source.wait()
 
     def advance(self) -> None:
         if self._source is None:

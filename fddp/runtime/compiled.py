@@ -148,7 +148,7 @@ class CompiledProgram:
                 continue
             if op.when != "always":
                 applies = op.bucket in repaired[op.when]
-            elif op.bucket in key.idle:
+            elif op.bucket in key.idle:  # left out; with a gradient that came all the same, late
                 applies = op.kind not in LAUNCHED and op.bucket in key.late
             else:
                 applies = True
@@ -168,11 +168,11 @@ class CompiledProgram:
                 return make_instr(instruction, "call", _pack_call(position))
             return make_instr(instruction, "pack", _pack_call(position))
         if op.kind == "control":
-            if op.bucket >= 0:
+            if op.bucket >= 0:  # written by `finish.send_word` once the list has ended
                 return make_instr(instruction, "await")
             if self.is_native:
                 return make_instr(instruction, "reduce")
-            return make_instr(instruction, "start", operations.launch_word)
+            return make_instr(instruction, "start", _at(operations.launch_word, position))
         if op.kind in LAUNCHED:
             if position == self.program.schedule.piggyback_op:
                 start, stop = op.region.start, self.program.buckets[op.bucket].buffer_numel
@@ -259,6 +259,7 @@ def _at(run: Callable[..., Any], position: int) -> Callable[..., Any]:
 
 
 def _pack_call(position: int) -> Callable[..., Any]:
+    # The executor passes None or a function here, but a bool where the pack is a plain "call".
     def call(step: Any, raise_error: Any) -> None:
         operations.pack(step, position, raise_error if callable(raise_error) else None)
 

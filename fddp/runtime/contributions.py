@@ -84,13 +84,14 @@ class Contributions:
         `fddp.native.pack.pack_`."""
         return _pack_parts_(buffer, layout, self.parts(bucket), scale)
 
-    def late_parts(self, bucket: int) -> list[WeightedGradients]:
-        """Gradients that arrived after the bucket was packed, if it is not retained."""
+    def untaken(self, bucket: int) -> list[WeightedGradients]:
+        """Gradients that the leaves hold: all before the bucket is packed, which takes them, and
+        those that were late after it. Of a retained bucket, all at any time."""
         return []
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         """Write the gradients that arrived after the bucket was packed, and zeros elsewhere."""
-        return _pack_parts_(buffer, layout, self.late_parts(bucket), scale)
+        return _pack_parts_(buffer, layout, self.untaken(bucket), scale)
 
     def retain_sources(self) -> None:
         """Retain the sources of a bucket if packing may turn a finite number into infinity."""
@@ -322,11 +323,11 @@ class BackwardContributions(Contributions):
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         return [
-            *self.late_parts(bucket),
+            *self.untaken(bucket),
             *_earlier(self._accumulated, self._program.plan.buckets[bucket]),
         ]
 
-    def late_parts(self, bucket: int) -> list[WeightedGradients]:
+    def untaken(self, bucket: int) -> list[WeightedGradients]:
         if self.leaf_set is None:
             return []
         keep = bucket in self._program.schedule.retained
@@ -378,7 +379,7 @@ class BackwardContributions(Contributions):
         self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale, *, late: bool
     ) -> float:
         """Pack, and keep the sources if they may be asked for."""
-        parts = self.late_parts(bucket) if late else self.parts(bucket)
+        parts = self.untaken(bucket) if late else self.parts(bucket)
         if self._retains:
             self._retained = bucket, parts
         return _pack_parts_(buffer, layout, parts, scale)

@@ -37,7 +37,8 @@ def send(step: Step) -> None:
     """Send all buckets and the control word as far as that does not wait for other ranks; the
     contributions are complete. A further call sends more. Never raises: `finish` does.
 
-    With a hook, `finish` sends them: the control word has to report whether the hook fails.
+    For callers that do something else before `finish`: the wrapper and `GradSync.start`. With a
+    hook, the rest is left to `finish`: the control word has to report whether the hook fails.
     """
     if not step.is_prepared:
         step.prepare()

@@ -119,7 +119,7 @@ class FiniteCheck:
                 self._forget(bucket)
                 self._count(bucket, [part.sources for part in source.parts(index)])
             elif index in late:
-                self._count(bucket, [part.sources for part in source.late_parts(index)])
+                self._count(bucket, [part.sources for part in source.untaken(index)])
 
     def _count(self, bucket: BucketProgram, grads: Sequence[Leaves]) -> None:
         """Count non-finite numbers of dense gradients, given by summand and leaf."""

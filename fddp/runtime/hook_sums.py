@@ -101,13 +101,13 @@ class HookSums(Sums):
         """As `Sums.scale`; raw hooks receive gradients unscaled."""
         return _raw_scale(1, weight) if self.is_raw else self._scale
 
-    def late_scale(
+    def scale_after_report(
         self, bucket: BucketProgram, report: ControlReport, weight: float, *, repairs: bool
     ) -> WeightScale:
-        """As `Sums.late_scale`; repairs are added to results that a raw hook has divided."""
+        """As `Sums.scale_after_report`; a raw hook has divided the results that repairs change."""
         if self.is_raw:
             return _raw_scale(self._transport.world_size if repairs else 1, weight)
-        return super().late_scale(bucket, report, weight, repairs=repairs)
+        return super().scale_after_report(bucket, report, weight, repairs=repairs)
 
     def failure(self) -> Exception | None:
         """Return the hook's failure, for the control word. Later failures are raised at once."""
@@ -221,7 +221,7 @@ def _is_finite(value: Tensor | float) -> bool:
     return bool(torch.isfinite(torch.as_tensor(value)).all())
 
 
-class HookedWork:
+class StageWork:
     """A stage of a hook's reduction as the work of an instruction.
 
     Args:
@@ -249,6 +249,8 @@ class HookedWork:
         return self.work.collectives.nbytes
 
     def wait(self, what: str) -> None:
-        """Wait for the reduction and store its result. The next stage waits for those before."""
+        """Wait until the next stage could start; after the last, store the result."""
         if self.is_last:
             self.sums.finish(self.work)
+        else:
+            self.work.wait_ready()

@@ -55,6 +55,12 @@ class HookWork:
         """True if all stages were started and the result is there."""
         return self._future.done
 
+    def wait_ready(self) -> None:
+        """Wait for the input of the next stage, if there is one."""
+        if self._future.pending:
+            with torch.no_grad():
+                self._timed(self._future.wait_ready)
+
     def advance(self) -> None:
         """Start the next stage, if there is one."""
         if self._future.pending:

@@ -1,6 +1,7 @@
 """Operations of a step that run in Python; `compiled.py` binds them to instructions.
 
-Each is a function of the step and the position of the operation in the schedule.
+Each is a function of the step, the position of the operation in the schedule, and whether the
+caller waits for it next. `pack` has the error of the extension in the last place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fddp.core.schedule.op import Op
 from fddp.errors import InternalError
 from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import pack_error
-from fddp.runtime.hook_sums import HookedWork, HookSums
+from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.sparse import SparseForm
 from fddp.runtime.step import Step
 from fddp.transport.base import Work
@@ -77,7 +78,7 @@ def launch(step: Step, position: int, wait_soon: bool) -> Work:
     return work
 
 
-def launch_word(step: Step, wait_soon: bool) -> Work:
+def launch_word(step: Step, position: int, wait_soon: bool) -> Work:
     """Start the all-reduce of a control word that travels by itself."""
     return step.transport.all_reduce(_word(step), wait_soon=True)
 
@@ -169,7 +170,9 @@ def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> 
     scale = step.scale
     if step.report is not None:
         weight = step.contributions.weight
-        scale = step.sums.late_scale(bucket, step.report, weight, repairs=op.when != "always")
+        scale = step.sums.scale_after_report(
+            bucket, step.report, weight, repairs=op.when != "always"
+        )
     if op.when == "late":
         return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
     return source.pack_(bucket.index, buffer, bucket.layout, scale)
@@ -212,5 +215,5 @@ def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
         return launch(step, position, wait_soon)
     what = f"{step.program.buckets[op.bucket].text} of step {step.number}"
     work = sums.advance(reduction, operand(step, position), step.hook_states, what)
-    started = step.works[op.bucket] = HookedWork(sums, work, is_last=op.kind != "stage")
+    started = step.works[op.bucket] = StageWork(sums, work, is_last=op.kind != "stage")
     return started

@@ -8,7 +8,7 @@ import time
 from fddp.core.protocol.launch import Action
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
-from fddp.runtime.hook_sums import HookedWork, HookSums
+from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.step import Step
 from fddp.runtime.step_context import Outcome
 from fddp.telemetry.step_info import SyncInfo, Trace
@@ -106,7 +106,7 @@ def _bucket_times(step: Step, end_s: float) -> tuple[BucketTimes, ...]:
         times.append(
             BucketTimes(
                 bucket=bucket,
-                nbytes=work.nbytes if isinstance(work, HookedWork) else nbytes,
+                nbytes=work.nbytes if isinstance(work, StageWork) else nbytes,
                 ready_s=ready_s,
                 launch_s=ready_s if math.isnan(launch_s) else launch_s,
                 done_s=end_s if done_s is None else done_s,

@@ -39,7 +39,7 @@ class Sums:
         """Scale of this rank's gradients, before the control word is known."""
         return self._scale
 
-    def late_scale(
+    def scale_after_report(
         self, bucket: BucketProgram, report: ControlReport, weight: float, *, repairs: bool
     ) -> WeightScale:
         """Scale of gradients that are packed after the control word was read: the agreed one, or
@@ -56,7 +56,7 @@ class Sums:
         """Factor on a bucket that may have been reduced twice."""
         if not self.applies_scale:
             return 1.0
-        scale = self.late_scale(bucket, report, weight, repairs=False)
+        scale = self.scale_after_report(bucket, report, weight, repairs=False)
         return scale.after(report.total_weight)
 
     def failure(self) -> Exception | None:

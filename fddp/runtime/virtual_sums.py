@@ -195,8 +195,8 @@ class RowsContributions(Contributions):
         """Summands of a bucket: those of the last virtual rank. Of a sparse bucket those of all."""
         return [*self.sums.gradients(bucket), *self._last.parts(bucket)]
 
-    def late_parts(self, bucket: int) -> list[WeightedGradients]:
-        return self._last.late_parts(bucket)
+    def untaken(self, bucket: int) -> list[WeightedGradients]:
+        return self._last.untaken(bucket)
 
     def sources(self, bucket: int) -> list[WeightedGradients]:
         return self.sums.sources(bucket, self.sums.program.layouts[bucket])

@@ -34,8 +34,8 @@ class EngineConfiguration:
     Attributes:
         transport: transport of the collectives.
         terms: configuration that ranks have agreed on.
-        schedule: the agreed schedule. The program's differs from it if a hook replaces the
-            all-reduce that would carry the control word.
+        schedule: the agreed schedule. With a hook, the program's has a separate control word and
+            the stages of the hook.
         program: program of a step.
         code: instructions of the program.
         gathering: instructions that turn shards into whole leaves, if steps give shards.

@@ -1,4 +1,4 @@
-"""torch's own tests of DistributedDataParallel, run on fddp's class.
+"""torch's own tests of DistributedDataParallel, run on fddp's class; by night those that take long.
 
 `TORCH_SUITE_WRAPPER=torch.nn.parallel.distributed.DistributedDataParallel` runs them on torch's.
 """
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 _WRAPPER = os.environ.get("TORCH_SUITE_WRAPPER", "fddp.DistributedDataParallel")
 _ALL = torch_tests()
+_LONG = {
+    *("test_backward_ddp_inside", "test_backward_ddp_outside", "test_backward_no_ddp"),
+    *("test_backward_ddp_outside_uneven_inputs", "test_ddp_comparison", "test_ddp_uneven_inputs"),
+    *("test_DistributedDataParallel", "test_DistributedDataParallelCPU"),
+    "test_DistributedDataParallel_non_default_stream",
+    "test_ddp_hook_with_optimizer_parity_adamw",
+    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
+}
 _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 
 
@@ -36,11 +44,11 @@ def pools() -> Iterator[dict[str, RankPool]]:
 @pytest.mark.parametrize(
     "test",
     # Those of one pool together; few ranks first, so that no more processes wait than needed.
-    sorted(
-        (test for test in _ALL if test.name not in _LEFT_OUT),
-        key=lambda test: (test.pool, test.world_size),
-    ),
-    ids=lambda test: test.name,
+    [
+        pytest.param(test, id=test.name, marks=[pytest.mark.nightly] * (test.name in _LONG))
+        for test in sorted(_ALL, key=lambda test: (test.pool, test.world_size))
+        if test.name not in _LEFT_OUT
+    ],
 )
 def test_torch_suite(test: TorchTest, pools: dict[str, RankPool], tmp_path: Path) -> None:
     for name, pool in pools.items():
@@ -57,7 +65,7 @@ def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file:
 
 
 def test_left_out_tests_exist() -> None:
-    assert not _LEFT_OUT - {test.name for test in _ALL} - wrapper_test_names()
+    assert not (_LEFT_OUT | _LONG) - {test.name for test in _ALL} - wrapper_test_names()
 
 
 def test_no_test_is_missed() -> None:

@@ -207,7 +207,7 @@ def test_packing_makes_no_python_tensors_of_gradients(monkeypatch: pytest.Monkey
     """Each would cost an object, and a share of a garbage collection."""
     taken: list[int] = []
     monkeypatch.setattr(
-        "fddp.runtime.contributions.BackwardContributions.late_parts",
+        "fddp.runtime.contributions.BackwardContributions.untaken",
         lambda _, bucket: taken.append(bucket) or [],
     )
 

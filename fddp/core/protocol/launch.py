@@ -20,7 +20,7 @@ Phase = Literal["backward", "complete", "free"]
 each other."""
 
 LAUNCHED = frozenset({"pack", "stage", "all_reduce", "reduce_scatter", "all_gather"})
-"""Kinds of operations that run before the control word is known."""
+"""Kinds of operations that run before the control word is known, except in repairs."""
 
 
 def may_launch(

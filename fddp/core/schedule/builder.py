@@ -326,7 +326,8 @@ class _Builder:
                     self._append_control(order[-1].bucket)
 
     def append_repair(self, bucket: int, *, again: bool) -> None:
-        """Append the conditional repair of a bucket with late gradients."""
+        """Append the conditional repair of a bucket: of its late gradients in a second buffer, or
+        of the whole bucket `again`, which also serves where weights alone require it."""
         pieces = self._pieces[bucket]
         when: When = "again" if again else "late"
         deps = (*self._ends_of(pieces), self._control)

@@ -113,7 +113,7 @@ py::dict describe(const Signature& signature) {
   return result;
 }
 
-// Longest wait before Python checks the other ranks, as CHECK_INTERVAL_S in c10d/communicator.py.
+// Longest wait before Python checks the other ranks, as CHECK_INTERVAL_S in transport/liveness/membership.py.
 constexpr auto kCheckInterval = std::chrono::milliseconds(250);
 
 class PendingInMemory : public PendingCollective {

@@ -228,7 +228,7 @@ class ShmGroup {
   std::optional<uint64_t> reserve_copy(uint64_t bytes);
   void reclaim_slots();
 
-  // executor.cpp. Non-const functions except `progress_loop` are called with the executor lock.
+  // progress.cpp. Non-const functions except `progress_loop` are called with the executor lock.
   WaitCondition advance(uint64_t until, bool only_copied, OperationList& to_release);
   bool step(Operation& operation, bool only_copied, WaitCondition& condition);
   bool match_signatures(Operation& operation);

@@ -60,7 +60,8 @@ class PeerMonitor:
         Args:
             what: description of the operation.
             begin_s: start of the wait, in `time.perf_counter` seconds.
-            check_failures: also look for failure reports on this transport.
+            check_failures: look for failure reports on this transport. If False, check the
+                processes of ranks at once instead of after a second.
             among: ranks that the operation depends on. None for all.
 
         Raises:

@@ -2,7 +2,8 @@
 
 While a transport is being opened there is no connection whose end would reveal that a rank has
 died. Each rank therefore publishes once, in the store of the job, its PID namespace, PID and start
-time. Ranks in the same PID namespace check this process while they wait.
+time. Ranks in the same PID namespace check this process while they wait, then and in later waits
+that take long.
 """
 
 from __future__ import annotations
