@@ -30,7 +30,7 @@ from fddp.runtime import operations
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.partial_sums import launch_rows
 from fddp.runtime.program import Instruction, Program
-from fddp.runtime.step_context import FirstLists, ListKey, PlainWord
+from fddp.runtime.step_context import FirstLists, ListKey, RegularWord
 from fddp.transport.base import Transport
 
 _MOST_KEPT = 8  # lists and words of a program
@@ -55,7 +55,7 @@ class CompiledProgram:
         self.collectives = transport.native_collectives()
         self._first: dict[ListKey, FirstLists] = {}
         self._rests: dict[ListKey, NativeInstrs] = {}
-        self._words: dict[tuple[Method, float], PlainWord] = {}
+        self._words: dict[tuple[Method, float], RegularWord] = {}
         schedule = program.schedule
         self.is_native = (
             hook is None
@@ -66,12 +66,12 @@ class CompiledProgram:
         self.packs_natively = self.is_native and not gathers
         plan = program.plan
         has_local = len(plan.order) < sum(leaf.reducible for leaf in plan.leaves)
-        self.has_plain_results = (
+        self.has_views = (
             schedule.result == "replicated_mean"
             and not has_local
-            and all(bucket.is_plain and not bucket.sparse for bucket in program.buckets)
+            and all(bucket.is_view and not bucket.sparse for bucket in program.buckets)
         )
-        self.has_plain_words = (
+        self.has_regular_words = (
             hook is None
             and transport.control_device.type == "cpu"
             and schedule.virtual is None
@@ -80,7 +80,7 @@ class CompiledProgram:
         )
         # The weight of every rank is the unit of weight, so the unit does not matter.
         ranks = schedule.topology.world_size
-        self.plain_factor = WeightScale(ranks, scaling=schedule.scaling).before(1.0)
+        self.unit_factor = WeightScale(ranks, scaling=schedule.scaling).before(1.0)
 
     @cached_property
     def constants(self) -> NativeConstants:
@@ -176,17 +176,17 @@ class CompiledProgram:
         if op.kind in LAUNCHED:
             if position == self.program.schedule.piggyback_op:
                 start, stop = op.region.start, self.program.buckets[op.bucket].buffer_numel
-            if self._is_plain_all_reduce(instruction, key):
+            if self._reduces_natively(instruction, key):
                 return make_instr(instruction, "reduce", start=start, stop=stop)
             return make_instr(instruction, "start", self._launch_call(position))
         if op.kind == "unpack":
-            if key.plain or self.program.buckets[op.bucket].sparse:
+            if key.views or self.program.buckets[op.bucket].sparse:
                 return make_instr(instruction, "await")
             return make_instr(instruction, "call", _at(operations.unpack, position))
         run = {"add": operations.add_repair, "gather": operations.gather}[op.kind]
         return make_instr(instruction, "call", _at(run, position))
 
-    def _is_plain_all_reduce(self, instruction: Instruction, key: ListKey) -> bool:
+    def _reduces_natively(self, instruction: Instruction, key: ListKey) -> bool:
         op, schedule = instruction.op, self.program.schedule
         return (
             self.is_native
@@ -206,12 +206,12 @@ class CompiledProgram:
 
     # Control words
 
-    def plain_word(self, method: Method, weight: float) -> PlainWord:
+    def regular_word(self, method: Method, weight: float) -> RegularWord:
         """Return the control word of a rank that contributes all gradients, with the report of the
         sum of such words."""
         found = self._words.get((method, weight))
         if found is None:
-            found = _add(self._words, (method, weight), _plain_word(self.program, method, weight))
+            found = _add(self._words, (method, weight), _regular_word(self.program, method, weight))
         return found
 
 
@@ -289,7 +289,7 @@ def make_instr(
     )
 
 
-def _plain_word(program: Program, method: Method, weight: float) -> PlainWord:
+def _regular_word(program: Program, method: Method, weight: float) -> RegularWord:
     layout, ranks = program.control, program.schedule.topology.world_size
     word = ControlWord(
         fingerprint=0,
@@ -300,4 +300,4 @@ def _plain_word(program: Program, method: Method, weight: float) -> PlainWord:
     )
     vector = encode(layout, word)
     report = decode(layout, vector * ranks, fingerprint=0, world_size=ranks)
-    return PlainWord(torch.from_numpy(vector), report)
+    return RegularWord(torch.from_numpy(vector), report)

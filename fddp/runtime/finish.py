@@ -30,7 +30,7 @@ from fddp.runtime.failures import (
 )
 from fddp.runtime.nonfinite import StopStepError
 from fddp.runtime.step import Step
-from fddp.runtime.step_context import PLAIN, USUAL, Outcome, PlainWord
+from fddp.runtime.step_context import USUAL, WITH_VIEWS, Outcome, RegularWord
 
 
 def send(step: Step) -> None:
@@ -81,16 +81,16 @@ def _run_to_end(step: Step) -> Outcome:
         report = step.report
         assert report is not None
         measures = step.record_time or step.check is not None
-        is_plain = is_regular and code.has_plain_results and not measures
-        if is_plain:
-            key = PLAIN if step.key is USUAL else step.key._replace(plain=True)
+        gives_views = is_regular and code.has_views and not measures
+        if gives_views:
+            key = WITH_VIEWS if step.key is USUAL else step.key._replace(views=True)
         else:
             key = step.key
         executor.run_list(code.rest(key), Phase.FREE)
-        if is_plain and 0 not in report.users:
+        if gives_views and 0 not in report.users:
             step.leaves = executor.results()
         else:
-            if is_plain:
+            if gives_views:
                 step.leaves[:] = executor.results()
             step.results.finish(report.used, step.contributions)
         if step.check is not None:
@@ -132,9 +132,9 @@ def send_word(step: Step, phase: Phase) -> None:
     following = step.first_lists.after_word
     if step.record_time:
         step.log.append((step.contributions.arrived(), Action("control")))
-    plain = step.plain_word = _plain_word(step)
-    if plain is not None:
-        step.executor.send_word(plain.vector, step.fingerprint, carrier, following, phase)
+    regular = step.regular_word = _regular_word(step)
+    if regular is not None:
+        step.executor.send_word(regular.vector, step.fingerprint, carrier, following, phase)
         return
     if failure := step.sums.failure():
         step.fail(failure)
@@ -149,14 +149,14 @@ def send_word(step: Step, phase: Phase) -> None:
     step.executor.send_written_word(word, following, phase)
 
 
-def _plain_word(step: Step) -> PlainWord | None:
+def _regular_word(step: Step) -> RegularWord | None:
     """Return the control word of a step in which this rank contributes all gradients with the
     agreed weight; None if this is not one."""
     code, weight = step.code, step.contributions.weight
     if (
         step.failure is not None
         or weight != step.scale.unit
-        or not (step.has_next and code.has_plain_words)
+        or not (step.has_next and code.has_regular_words)
         or (step.program.control.with_order and step.contributions.backward is not None)
         or step.context.idle
         or step.executor.may_overflow
@@ -165,7 +165,7 @@ def _plain_word(step: Step) -> PlainWord | None:
     is_whole = step.is_whole
     if is_whole is None:
         is_whole = step.source.is_complete()
-    return code.plain_word(step.method, weight) if is_whole else None
+    return code.regular_word(step.method, weight) if is_whole else None
 
 
 def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
@@ -205,13 +205,13 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
 def _read_report(step: Step) -> bool:
     """Wait for the control word, and act on it. Return True if nothing has to be repaired, and
     results need no factor."""
-    schedule, plain = step.program.schedule, step.plain_word
+    schedule, regular = step.program.schedule, step.regular_word
     piggyback = schedule.piggyback_op
     position = piggyback if piggyback >= 0 else schedule.control
-    if plain is None:
+    if regular is None:
         step.executor.wait_at(position)
-    elif step.executor.read_word(position, plain.vector, step.fingerprint):
-        step.report = report = plain.report
+    elif step.executor.read_word(position, regular.vector, step.fingerprint):
+        step.report = report = regular.report
         if step.check is None:
             return True
         is_regular = True

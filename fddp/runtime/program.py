@@ -48,7 +48,7 @@ class BucketProgram:
         wire_dtype: dtype of the buffer.
         device: device in the plan.
         sparse: True for a single leaf with sparse gradients.
-        is_plain: True if results are views of the buffer.
+        is_view: True if results are views of the buffer.
         rescaled: True if the bucket is reduced again when the agreed scale does not fit.
         max_safe_magnitude: largest magnitude of contributions whose sum cannot overflow.
     """
@@ -63,7 +63,7 @@ class BucketProgram:
     wire_dtype: torch.dtype
     device: str
     sparse: bool
-    is_plain: bool
+    is_view: bool
     rescaled: bool
     max_safe_magnitude: float
 
@@ -293,7 +293,7 @@ def _bucket_program(program: Program, index: int) -> BucketProgram:
         wire_dtype=getattr(torch, wire),
         device=planned.device,
         sparse=planned.sparse,
-        is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
+        is_view=wire == planned.dtype and schedule.result != "sharded_mean",
         rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
         max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, summands(schedule)),
     )

@@ -1,7 +1,9 @@
 """One synchronisation on one rank.
 
-A step is opened before the gradients exist. While backward runs, the executor packs and sends
-buckets as they become ready; `runtime/finish.py` does the rest.
+A step is opened before the gradients exist: the constructor begins what needs no gradients, `begin`
+sets the contributions, `arm` prepares for a backward pass if there is one, and `prepare`, by `arm`
+or at the end of backward, takes memory. While backward runs, the executor packs and sends buckets
+as they become ready; `runtime/finish.py` does the rest.
 
 [Note: a rank that fails]
 A failure that only one rank can see (an exception in its loss function, a bad weight, a wrong
@@ -34,7 +36,7 @@ from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
 from fddp.runtime.results import Devices, Results
-from fddp.runtime.step_context import USUAL, ListKey, PlainWord, StepContext
+from fddp.runtime.step_context import USUAL, ListKey, RegularWord, StepContext
 from fddp.runtime.sums import Sums
 from fddp.telemetry.waits import note_wait
 
@@ -91,11 +93,11 @@ class Step:
         self.opened_s = self.begun_s = perf_counter()
         moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
         self.fingerprint = zlib.crc32(moment.encode())
-        is_plain = not (context.idle or context.with_stats)
-        self.key = USUAL if is_plain else ListKey(context.idle, context.with_stats)
+        is_usual = not (context.idle or context.with_stats)
+        self.key = USUAL if is_usual else ListKey(context.idle, context.with_stats)
         self.first_lists = self.code.first_lists(self.key)
         self.is_whole: bool | None = None  # True if no gradient is missing; None if not known
-        self.plain_word: PlainWord | None = None
+        self.regular_word: RegularWord | None = None
         self.sent_word = False
         self.failure_text = ""
         self.is_prepared = False
@@ -136,7 +138,7 @@ class Step:
 
     @cached_property
     def results(self) -> Results:
-        """Results that are not plain views of their buffers."""
+        """Results that are not views of their buffers."""
         return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
 
     @property
@@ -197,7 +199,7 @@ class Step:
         only, weight = self.source.only(), self.source.own_weight
         if only is None:
             return
-        factor = self.code.plain_factor if weight == self.scale.unit else self.scale.before(weight)
+        factor = self.code.unit_factor if weight == self.scale.unit else self.scale.before(weight)
         if isinstance(only, list):
             self.is_whole = self.executor.pack_leaves(only, factor)
         else:

@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     skipped: bool = False
 
 
-class PlainWord(NamedTuple):
+class RegularWord(NamedTuple):
     """Control word of a rank that contributes all gradients with the agreed weight, with a
     fingerprint of 0, and the report of the sum of such words.
 
@@ -60,20 +60,20 @@ class ListKey(NamedTuple):
         timed: True if the times of collectives are recorded.
         late: buckets with late gradients.
         again: buckets that are reduced again.
-        plain: True if results are slices of the buffers.
+        views: True if results are views of the buffers.
     """
 
     idle: frozenset[int] = NO_BUCKETS
     timed: bool = False
     late: frozenset[int] = NO_BUCKETS
     again: frozenset[int] = NO_BUCKETS
-    plain: bool = False
+    views: bool = False
 
 
 USUAL = ListKey()
 """Selection of a step with nothing special, before the sum of the control words is known."""
 
-PLAIN = ListKey(plain=True)
+WITH_VIEWS = ListKey(views=True)
 """Selection of a step with nothing special whose results are slices of the buffers."""
 
 
@@ -98,9 +98,9 @@ class Code(Protocol):
         constants, collectives: constants and all-reduces in the extension.
         is_native: True if buckets are reduced by the extension.
         packs_natively: True if the extension packs them, too.
-        has_plain_results: True if the results of a regular step are slices of the buffers.
-        has_plain_words: True if `plain_word` describes regular steps.
-        plain_factor: factor on gradients whose weight is the unit of weight.
+        has_views: True if the results of a regular step are views of the buffers.
+        has_regular_words: True if `regular_word` describes regular steps.
+        unit_factor: factor on gradients whose weight is the unit of weight.
     """
 
     program: Program
@@ -108,15 +108,15 @@ class Code(Protocol):
     collectives: NativeCollectives
     is_native: bool
     packs_natively: bool
-    has_plain_results: bool
-    has_plain_words: bool
-    plain_factor: float
+    has_views: bool
+    has_regular_words: bool
+    unit_factor: float
 
     @property
     def constants(self) -> NativeConstants: ...
     def first_lists(self, key: ListKey) -> FirstLists: ...
     def rest(self, key: ListKey) -> NativeInstrs: ...
-    def plain_word(self, method: Method, weight: float) -> PlainWord: ...
+    def regular_word(self, method: Method, weight: float) -> RegularWord: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ def only_python() -> Iterator[None]:
 
     def without_native(code: CompiledProgram, *args: Any) -> None:
         init(code, *args)
-        code.is_native = code.packs_natively = code.has_plain_results = code.has_plain_words = False
+        code.is_native = code.packs_natively = code.has_views = code.has_regular_words = False
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledProgram, "__init__", without_native)
