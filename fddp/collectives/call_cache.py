@@ -18,7 +18,6 @@ from fddp.errors import PlanMismatchError
 from fddp.native.operands import Operands, operands
 from fddp.telemetry.call_site import Site
 from fddp.transport.operation import SUMMABLE_DTYPES
-from fddp.tree.cached import KnownTrees
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
 from fddp.tree.pytree import TreeDef, flatten
@@ -75,7 +74,6 @@ class CacheEntry(NamedTuple):
         present: positions of the leaves that are not None; None if all leaves are present.
         program: the program for the leaves.
         operands: metadata of the leaves.
-        trees: flattens trees of known structure.
     """
 
     call: CallSpec
@@ -83,7 +81,6 @@ class CacheEntry(NamedTuple):
     present: tuple[int, ...] | None
     program: OperatorProgram
     operands: Operands
-    trees: KnownTrees
 
 
 def checked_spec(args: OperatorArgs, place: GroupPosition) -> CallSpec:
@@ -111,16 +108,19 @@ def flatten_call(
     """
     patterns: dict[Any, CacheEntry] = communicator.known.setdefault("patterns", {})
     key = (site.code, site.instruction)
-    before = patterns.get(key)
-    entry = before if before is not None and before.call == call else None
-    flat = flatten(tree) if entry is None else entry.trees.flatten(tree)
-    leaves, treedef = adapted(*flat, "tree")
+    entry = patterns.get(key)
+    leaves, treedef = adapted(*flatten(tree), "tree")
     leaves = tiles(call, leaves, treedef.paths)
-    if entry is not None and treedef.paths is entry.paths and entry.operands.matches(leaves):
+    if (
+        entry is not None
+        and entry.call == call
+        and entry.paths is treedef.paths
+        and entry.operands.matches(leaves)
+    ):
         return FlattenedCall(_select(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()
-    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, before)
+    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef)
     return FlattenedCall(_select(leaves, found.present), found, treedef)
 
 
@@ -129,7 +129,6 @@ def _cache_entry(
     call: CallSpec,
     leaves: Sequence[Any],
     treedef: TreeDef,
-    before: CacheEntry | None,
 ) -> CacheEntry:
     there = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
     own = [leaves[k] for k in there]
@@ -138,9 +137,7 @@ def _cache_entry(
         "programs", key, lambda: program_of(communicator, call, treedef.paths, there, own)
     )
     present = None if len(there) == len(leaves) else there
-    # A helper function with many callers sees many trees, so it keeps those it has seen.
-    trees = KnownTrees() if before is None else before.trees
-    return CacheEntry(call, treedef.paths, present, program, operands(leaves), trees)
+    return CacheEntry(call, treedef.paths, present, program, operands(leaves))
 
 
 def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:

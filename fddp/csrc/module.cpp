@@ -17,7 +17,6 @@ void bind_completion_timestamp(py::module_&);
 void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
-void bind_trees(py::module_&);
 void bind_executor(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
@@ -39,5 +38,4 @@ PYBIND11_MODULE(_C, m) {
   bind_shm_backend(m);
   bind_completion_timestamp(m);
   bind_work_spin(m);
-  bind_trees(m);
 }

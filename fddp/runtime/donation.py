@@ -10,7 +10,7 @@ from fddp.errors import TreeMismatchError
 from fddp.native.buffer_pool import BufferPool, invalidate
 from fddp.runtime.program import Program
 from fddp.tree.foreign import is_foreign
-from fddp.tree.pytree import check_paths
+from fddp.tree.pytree import check_paths, flatten
 
 _TEXT = (
     "this gradient was donated to its GradSync, which reuses its memory; clone what is still "
@@ -24,7 +24,7 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
     Raises:
         TreeMismatchError: the tree has other leaves, or one that is no result. No leaf is donated.
     """
-    leaves, treedef = program.trees.flatten(grads)
+    leaves, treedef = flatten(grads)
     check_paths(treedef, program.plan.paths, "donated gradients")
     taken: dict[int, Tensor] = {}  # by storage: one result may stand for several leaves
     # Shards of several pieces, and empty ones, have memory of their own.

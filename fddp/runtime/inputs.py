@@ -41,7 +41,7 @@ def matched_leaves(
     Raises:
         TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
     """
-    leaves, treedef = program.trees.flatten(tree)
+    leaves, treedef = flatten(tree)
     check_paths(treedef, program.plan.paths, what)
     position = program.leaf_types.first_mismatch(leaves, differentiable)
     if program.foreign or (position >= 0 and holds_foreign(leaves)):

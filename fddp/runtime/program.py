@@ -26,7 +26,6 @@ from fddp.native.autograd_leaves import (
 )
 from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
-from fddp.tree.cached import KnownTrees
 
 # Gradients of at least this size are packed as they arrive, while they are in the cache and so that
 # the allocator can reuse their memory. Smaller ones are packed together.
@@ -266,11 +265,6 @@ class Program:
     def members(self) -> Members:
         """`member_numbers` in the extension."""
         return members(self.member_numbers)
-
-    @cached_property
-    def trees(self) -> KnownTrees:
-        """Cache of the structures of callers' trees."""
-        return KnownTrees()
 
     @cached_property
     def leaf_types(self) -> LeafTypes:

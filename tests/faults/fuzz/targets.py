@@ -127,35 +127,6 @@ def _anywhere(draw: Draw) -> None:
             module.has_explicit_inputs(), module.is_compiled_backward()
 
 
-def _tree(draw: Draw, depth: int = 3) -> Any:
-    kind = draw.below(6 if depth else 2)
-    if kind == 0:
-        return draw.tensor() if draw.likely() else None
-    if kind == 1:
-        return draw.anything()
-    children = [_tree(draw, depth - 1) for _ in range(draw.below(3))]
-    if kind == 2:
-        return tuple(children)
-    if kind == 3:
-        return children
-    return {draw.one_of(("a", "b", 0, 1, 2**70)): child for child in children}
-
-
-def _trees(draw: Draw) -> None:
-    tree = _tree(draw)
-    leaves = [draw.number() for _ in range(draw.below(5))] if draw.below(2) else list(range(9))
-    if draw.likely():
-        leaves = leaves[: draw.below(6)]
-    known = extension.load().CachedTree(tree, leaves)
-    for other in (tree, _tree(draw), [tree], draw.anything()):
-        known.flatten(other)
-    entries = extension.load().CachedStructure([tree] if isinstance(tree, dict) else [{}])
-    if isinstance(tree, dict):
-        tree.pop("a", None)
-        tree[draw.below(5)] = None
-    entries.matches()
-
-
 def _operands(draw: Draw) -> None:
     module = extension.load()
     tensors = [draw.tensor() for _ in range(draw.below(4))]
@@ -341,7 +312,6 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(
         "copying again": _copying,
         "loose tensors": _loose,
         "anywhere": _anywhere,
-        "trees": _trees,
         "operands": _operands,
         "arrivals": _arrivals,
         "memory": _memory,
