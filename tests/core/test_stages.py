@@ -259,6 +259,16 @@ def test_wrong_stages_are_refused(name: str) -> None:
     assert re.search(r"bucket \d", str(caught.value))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_reduces_are_not_deterministic(deterministic: bool) -> None:
+    schedule = replace(base(), deterministic=deterministic)
+    if not deterministic:
+        check_schedule(schedule)
+        return
+    with pytest.raises(ScheduleError, match="its order of summation depends on the transport"):
+        check_schedule(schedule)
+
+
 def test_stages_along_other_axes_are_refused() -> None:
     schedule = staged(topology=GRID)
     position = of(schedule, 1)[0]
