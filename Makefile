@@ -18,9 +18,9 @@ NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
 .PHONY: test quick nightly bits mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
-# Two workers, because most tests wait: for processes to start, or for each other.
+# Four workers, because many tests wait: for processes to start, or for each other.
 test: lint
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 4 --dist worksteal
 
 # Those that start no process and compile nothing.
 quick: $(INSTALLED)
