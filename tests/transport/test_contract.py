@@ -6,16 +6,17 @@ Functions named `*_on_rank` run on ranks, which are threads or processes, as `fn
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
-from fddp.errors import ClosedError, SyncTimeoutError
+from fddp.errors import ClosedError, DesyncError, SyncTimeoutError
 from fddp.transport import open_transport
-from tests.support.dtypes import MOVED, SUMMED
+from tests.support.chunks import SQUARE
+from tests.support.dtypes import MOVED
 from tests.support.groups import rank_of
-from tests.support.ranks import TRANSPORTS, launch_fixture
+from tests.support.ranks import TRANSPORTS, launch_fixture, launch_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,38 +24,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fddp.transport import Group, Transport
+    from fddp.transport.work import Work
     from tests.support.ranks import Launch
 
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
+ALONG: list[tuple[str, ...]] = [(), ("local",)]  # of four ranks
 launch = launch_fixture(*TRANSPORTS, "fddp")
+
+
+def opened(group: Group, timeout_s: float, axes: tuple[str, ...]) -> Transport:
+    transport = open_transport(group, timeout_s=timeout_s)
+    if axes:
+        transport.open_subgroups(SQUARE, [axes])
+    return transport
 
 
 def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, value if dtype.is_complex else value.real).to(dtype)
-
-
-# all_reduce
-
-
-def sum_on_rank(group: Group, dtype: torch.dtype) -> None:
-    with open_transport(group, timeout_s=20) as transport:
-        size = transport.world_size
-        expected = complex(size * (size + 1) / 2, size)
-        for shape in SHAPES:
-            tensor = filled(shape, complex(transport.rank + 1, 1), dtype)
-            where = tensor.data_ptr()
-            work = transport.all_reduce(tensor)
-            work.wait("the sum")
-            assert torch.equal(tensor, filled(shape, expected, dtype))
-            assert tensor.data_ptr() == where
-            assert work.results == []
-
-
-@pytest.mark.parametrize("dtype", SUMMED, ids=str)
-def test_all_reduce_sums_in_place(launch: Launch, dtype: torch.dtype) -> None:
-    for world_size in WORLD_SIZES:
-        launch(world_size, sum_on_rank, dtype)
 
 
 def same_bits_on_rank(group: Group) -> Tensor:
@@ -71,99 +58,48 @@ def test_all_ranks_get_the_same_bits(launch: Launch, world_size: int) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def many_in_flight_on_rank(group: Group) -> None:
-    with open_transport(group, timeout_s=20) as transport:
-        tensors = [torch.full((100 + i,), float(i)) for i in range(64)]
-        works = [transport.all_reduce(tensor) for tensor in tensors]
-        for work in reversed(works):
-            work.wait("one of many")
-        for i, tensor in enumerate(tensors):
-            assert torch.equal(tensor, torch.full((100 + i,), float(i) * transport.world_size))
-
-
-def test_many_operations_in_flight(launch: Launch) -> None:
-    launch(3, many_in_flight_on_rank)
-
-
 def interleaved_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as one, open_transport(group, timeout_s=20) as two:
-        ones = [torch.full((3,), 1.0 + i) for i in range(8)]
-        twos = [torch.full((7,), 100.0 + i) for i in range(8)]
+        ones = [torch.full((3 + i,), 1.0 + i) for i in range(32)]
+        twos = [torch.full((70 + i,), 100.0 + i) for i in range(32)]
         issues: list[tuple[Transport, Tensor]] = [(one, tensor) for tensor in ones]
         # Rank 0 issues all of one transport's operations first, rank 1 last, rank 2 in turn.
         for i, tensor in enumerate(twos):
             issues.insert([len(issues), i, 2 * i][one.rank], (two, tensor))
         works = [transport.all_reduce(tensor) for transport, tensor in issues]
-        for work in works:
+        for work in reversed(works):
             work.wait("one of two transports' operations")
-        for i in range(8):
-            assert torch.equal(ones[i], torch.full((3,), 3 * (1.0 + i)))
-            assert torch.equal(twos[i], torch.full((7,), 3 * (100.0 + i)))
+        for i in range(32):
+            assert torch.equal(ones[i], torch.full((3 + i,), 3 * (1.0 + i)))
+            assert torch.equal(twos[i], torch.full((70 + i,), 3 * (100.0 + i)))
 
 
-def test_transports_over_one_group_do_not_mix(launch: Launch) -> None:
+def test_many_operations_of_two_transports_over_one_group_do_not_mix(launch: Launch) -> None:
     launch(3, interleaved_on_rank)
 
 
-# The other operations
-
-
-def gather_on_rank(group: Group, dtype: torch.dtype) -> None:
+def moves_on_rank(group: Group, dtype: torch.dtype) -> None:
     with open_transport(group, timeout_s=20) as transport:
+        everyone = range(transport.world_size)
         for shape in SHAPES:
-            tensor = filled(shape, complex(transport.rank, 2), dtype)
+            mine, *others = (
+                filled(shape, complex(r, 2), dtype) for r in (transport.rank, *everyone)
+            )
+            tensor = mine.clone()
             work = transport.all_gather(tensor)
             work.wait("the gathering")
             assert len(work.results) == transport.world_size
-            for rank, row in enumerate(work.results):
-                assert torch.equal(row, filled(shape, complex(rank, 2), dtype))
-            assert torch.equal(tensor, filled(shape, complex(transport.rank, 2), dtype))
-
-
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_all_gather_brings_every_ranks_tensor(launch: Launch, dtype: torch.dtype) -> None:
-    for world_size in WORLD_SIZES:
-        launch(world_size, gather_on_rank, dtype)
-
-
-def all_to_all_on_rank(group: Group, dtype: torch.dtype) -> None:
-    with open_transport(group, timeout_s=20) as transport:
-        n = transport.world_size
-        for length in (0, 1, 5, 30_000):  # the last one does not fit into a copied operation
-
-            def chunk(source: int, target: int, length: int = length) -> Tensor:
-                return filled((length,), complex(1 + source + 2 * target, 2), dtype)
-
-            buffer = torch.cat([chunk(transport.rank, other) for other in range(n)])
-            where = buffer.data_ptr()
-            work = transport.all_to_all_in_place(buffer, record_time=True)
-            work.wait("the all-to-all")
-            expected = torch.cat([chunk(other, transport.rank) for other in range(n)])
-            assert torch.equal(buffer, expected)
-            assert buffer.data_ptr() == where
-            assert work.results == []
-            assert work.done_s is not None
-
-
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_all_to_all_sends_each_rank_its_chunk(launch: Launch, dtype: torch.dtype) -> None:
-    for world_size in WORLD_SIZES:
-        launch(world_size, all_to_all_on_rank, dtype)
-
-
-def broadcast_on_rank(group: Group, dtype: torch.dtype) -> None:
-    with open_transport(group, timeout_s=20) as transport:
-        for src in range(transport.world_size):
-            for shape in SHAPES:
-                tensor = filled(shape, complex(transport.rank, 2), dtype)
+            assert all(map(torch.equal, [tensor, *work.results], [mine, *others]))
+            for src in everyone:
+                tensor = mine.clone()
                 transport.broadcast(tensor, src).wait("the broadcast")
-                assert torch.equal(tensor, filled(shape, complex(src, 2), dtype))
+                assert torch.equal(tensor, others[src])
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_broadcast_brings_the_sources_tensor(launch: Launch, dtype: torch.dtype) -> None:
+def test_every_ranks_tensor_is_gathered_and_broadcast(launch: Launch, dtype: torch.dtype) -> None:
     for world_size in WORLD_SIZES:
-        launch(world_size, broadcast_on_rank, dtype)
+        launch(world_size, moves_on_rank, dtype)
 
 
 def exchange_on_rank(group: Group) -> None:
@@ -259,6 +195,85 @@ def test_bad_arguments_are_named(launch: Launch) -> None:
     launch(2, bad_arguments_on_rank, launch.name, wrong)
 
 
+# Operations that differ
+
+
+class Differing(NamedTuple):
+    """What rank 1 of 3 issues, and its description beside that of the other ranks."""
+
+    start: Callable[[Transport], Work]
+    text: str
+    others: str = "all_reduce of torch.float32 (3,)"
+    start_others: Callable[[Transport], Work] = lambda t: t.all_reduce(torch.ones(3))
+
+
+def large(numel: int) -> Callable[[Transport], Work]:
+    return lambda t: t.all_reduce(torch.ones(numel))
+
+
+DIFFERING = {
+    "size": Differing(large(4), "all_reduce of torch.float32 (4,)"),
+    "shape": Differing(
+        lambda t: t.all_reduce(torch.ones(1, 3)), "all_reduce of torch.float32 (1, 3)"
+    ),
+    "large size": Differing(
+        large(1_000_001),
+        "all_reduce of torch.float32 (1000001,)",
+        "all_reduce of torch.float32 (1000000,)",
+        large(1_000_000),
+    ),
+    "small and large": Differing(large(1_000_000), "all_reduce of torch.float32 (1000000,)"),
+    "dtype": Differing(
+        lambda t: t.all_reduce(torch.ones(3, dtype=torch.int32)), "all_reduce of torch.int32 (3,)"
+    ),
+    "kind": Differing(
+        lambda t: t.reduce_scatter(torch.ones(3)), "reduce_scatter of torch.float32 (3,)"
+    ),
+    "average": Differing(
+        lambda t: t.all_reduce(torch.ones(3), average=True),
+        "averaging all_reduce of torch.float32 (3,)",
+    ),
+    "order": Differing(
+        lambda t: t.reduce_scatter(torch.ones(3), ordered=True),
+        "reduce_scatter in order 3 of torch.float32 (3,)",
+        "reduce_scatter of torch.float32 (3,)",
+        lambda t: t.reduce_scatter(torch.ones(3)),
+    ),
+    "source": Differing(
+        lambda t: t.broadcast(torch.ones(3), 1),
+        "broadcast from rank 1 of torch.float32 (3,)",
+        "broadcast from rank 0 of torch.float32 (3,)",
+        lambda t: t.broadcast(torch.ones(3), 0),
+    ),
+}
+
+
+def differing_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        for name, case in DIFFERING.items():
+            work = (case.start if transport.rank == 1 else case.start_others)(transport)
+            for _ in range(2):
+                with pytest.raises(
+                    DesyncError,
+                    match=f"bucket 2 on rank {transport.rank} of 3: ranks met in different "
+                    r"operations: (.*); all ranks must issue the same operations in the same order",
+                ) as caught:
+                    work.wait("bucket 2")
+                text = str(caught.value)
+                assert f"rank 1 {case.text}" in text, name
+                assert any(f"rank {other} {case.others}" in text for other in (0, 2)), name
+            value = torch.ones(2)
+            transport.all_reduce(value).wait("what follows")
+            assert value.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["shm", "loopback"])
+def test_differing_operations_are_raised_on_every_rank(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    launch_over(name, request)(3, differing_on_rank)
+
+
 # Closing
 
 
@@ -290,13 +305,15 @@ def test_use_after_close_is_an_error(launch: Launch, world_size: int) -> None:
     launch(world_size, close_on_rank)
 
 
-def close_in_flight_on_rank(group: Group) -> None:
-    transport = open_transport(group, timeout_s=3)
+def close_in_flight_on_rank(group: Group, axes: tuple[str, ...]) -> None:
+    transport = opened(group, 3.0, axes)
     if transport.rank == 0:
-        work = transport.all_reduce(torch.ones(1))
+        work = transport.reduce_scatter(torch.ones(4), axes=axes)
+        assert not work.done
         transport.close()
+        assert work.done
         with pytest.raises(
-            ClosedError, match="the orphan on rank 0 of 2: the transport was closed"
+            ClosedError, match="the orphan on rank 0 of 4: the transport was closed"
         ):
             work.wait("the orphan")
     with open_transport(group, timeout_s=20) as other:
@@ -304,8 +321,9 @@ def close_in_flight_on_rank(group: Group) -> None:
     transport.close()
 
 
-def test_closing_abandons_operations_in_flight(launch: Launch) -> None:
-    launch(2, close_in_flight_on_rank)
+@pytest.mark.parametrize("axes", ALONG)
+def test_closing_abandons_operations_in_flight(launch: Launch, axes: tuple[str, ...]) -> None:
+    launch(4, close_in_flight_on_rank, axes)
 
 
 def close_abandoned_on_rank(group: Group) -> None:
@@ -329,38 +347,43 @@ def test_abandoned_transports_are_closed_by_key(launch: Launch, world_size: int)
 # Ranks that do not come
 
 
-def late_on_rank(group: Group) -> float | None:
-    """The last rank skips an operation; returns how long the others took to say so."""
-    transport = open_transport(group, timeout_s=1.0)
-    late = transport.world_size - 1
-    elapsed_s = None
-    if transport.rank != late:
-        works = [transport.all_reduce(torch.ones(4)) for _ in range(3)]
-        start_s = time.perf_counter()
-        for _ in range(2):
-            with pytest.raises(SyncTimeoutError) as caught:
-                works[0].wait("bucket 3 of step 17")
-            assert f"bucket 3 of step 17 on rank {transport.rank} of" in str(caught.value)
-            assert f"within timeout_s=1.0; no response from rank {late}. All ranks" in str(
-                caught.value
-            )
-        elapsed_s = time.perf_counter() - start_s
-        with pytest.raises((SyncTimeoutError, ClosedError), match="bucket 4 of step 17"):
-            works[1].wait("bucket 4 of step 17")
-        with pytest.raises(ClosedError, match="bucket 3 of step 17 failed"):
-            transport.all_reduce(torch.ones(1))
-    with open_transport(group, timeout_s=20) as fresh:  # the group is usable
+def late_on_rank(group: Group, axes: tuple[str, ...]) -> float | None:
+    """The last rank skips an operation; returns how long those who missed it took to say so."""
+    transport = opened(group, 1.0, axes)
+    rank, late, elapsed_s = transport.rank, transport.world_size - 1, None
+    if rank != late:
+        misses = not axes or late in SQUARE.group(axes, rank)
+        works = [transport.all_reduce(torch.ones(4), axes=axes) for _ in range(1 + misses)]
+        if not misses:
+            works[0].wait("bucket 3 of step 17")
+        else:
+            start_s = time.perf_counter()
+            for _ in range(2):
+                with pytest.raises(SyncTimeoutError) as caught:
+                    works[0].wait("bucket 3 of step 17")
+                text = str(caught.value)
+                assert f"bucket 3 of step 17 on rank {rank} of {transport.world_size}" in text
+                assert f"within timeout_s=1.0; no response from rank {late}. All ranks" in text
+            elapsed_s = time.perf_counter() - start_s
+            assert works[0].done
+            assert works[1].done
+            with pytest.raises((SyncTimeoutError, ClosedError), match="bucket 4 of step 17"):
+                works[1].wait("bucket 4 of step 17")
+            with pytest.raises(ClosedError, match="bucket 3 of step 17 failed"):
+                transport.all_reduce(torch.ones(1))
+    with opened(group, 20, axes) as fresh:  # the group is usable
         total = torch.ones(1)
-        fresh.all_reduce(total).wait("the sum of the next attempt")
-        assert total.item() == fresh.world_size
+        fresh.all_reduce(total, axes=axes).wait("the sum of the next attempt")
+        assert total.item() == (2 if axes else fresh.world_size)
     transport.close()
     return elapsed_s
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_late_rank_is_named_within_the_timeout(launch: Launch, world_size: int) -> None:
-    *elapsed_s, _ = launch(world_size, late_on_rank)
-    print(f"late, {launch.name}, {world_size} ranks:", [f"{s:.2f} s" for s in elapsed_s])
+@pytest.mark.parametrize("axes", ALONG)
+def test_a_late_rank_is_named_within_the_timeout(launch: Launch, axes: tuple[str, ...]) -> None:
+    elapsed_s = [s for s in launch(4, late_on_rank, axes) if s is not None]
+    print(f"late, {launch.name}, along {axes}:", [f"{s:.2f} s" for s in elapsed_s])
+    assert len(elapsed_s) == (1 if axes else 3)
     assert all(0.9 < s < 2.5 for s in elapsed_s)
 
 
