@@ -255,8 +255,10 @@ def _in_group_of_one(rank: int, world_size: int) -> None:
     dist.reduce_scatter(output, [tensor], group=groups[rank])
     received = torch.zeros(3)
     dist.all_to_all_single(received, tensor, group=groups[rank])
+    sparse = tensor.to_sparse()
+    dist.all_reduce(sparse, group=groups[rank])
     dist.barrier(groups[rank])
-    check_equal([tensor, output, received, *outputs], [torch.arange(3.0)] * 4)
+    check_equal([tensor, output, received, sparse.to_dense(), *outputs], [torch.arange(3.0)] * 5)
 
 
 def test_groups_of_one_rank(ranks: RankPool) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import torchrun
 
 # More callbacks than can be called before the end. Python would end a thread of the backend that
 # calls one later, or that releases a tensor: SIGABRT.
@@ -34,10 +34,7 @@ for leaked in (dist.group.WORLD, kept):
 def _ends_with_0(tmp_path: Path, program: str) -> str:
     script = tmp_path / "program.py"
     script.write_text(program)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return torchrun(str(script)).stdout
 
 
 @pytest.mark.parametrize("size", [4, 100_000])

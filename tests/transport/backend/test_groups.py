@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +18,7 @@ from fddp.transport.backend import BackendChoice, backend_choice
 from fddp.transport.backend.registration import register
 from tests.support.backends import as_default, new_fddp_group
 from tests.support.process_resources import Resources, growth, resources
+from tests.support.programs import torchrun
 from tests.support.ranks import RankPool, split_into_hosts
 
 
@@ -100,6 +99,12 @@ def _parts(rank: int, world_size: int) -> None:
     dist.all_reduce(along, group=mesh.get_group("columns"))
     assert along[0] == (1 if rank < 2 else 5)
     assert dist.get_backend(mesh.get_group("rows")) == "fddp"
+    world = dist.group.WORLD
+    assert world is not None
+    split = world.split_group([0, 1] if rank < 2 else [3, 2], timedelta(seconds=20))
+    along = torch.full((100_000,), float(rank))
+    split.allreduce([along]).wait()
+    assert along[0] == (1 if rank < 2 else 5)
     for pair, group in zip(([0, 1], [2, 3], [3, 0]), pairs, strict=True):
         if rank in pair:
             dist.destroy_process_group(group)
@@ -107,62 +112,6 @@ def _parts(rank: int, world_size: int) -> None:
 
 def test_groups_of_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, as_default, str(tmp_path), _parts)
-
-
-def _through_fddp(rank: int, world_size: int) -> None:
-    """The library itself runs on such a group."""
-    gradients = {"w": torch.full((1000,), float(rank)), "b": torch.ones(3)}
-    with fddp.GradSync(gradients) as sync:
-        means = sync(gradients)
-    assert means["w"][0] == (world_size - 1) / 2
-    assert float(fddp.pmean(torch.tensor(float(rank)))) == (world_size - 1) / 2
-
-
-def test_the_library_on_such_a_group(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, as_default, str(tmp_path), _through_fddp)
-
-
-def _allocated(rank: int, world_size: int) -> None:
-    """Tensors in shared memory, as DDP and FSDP allocate them."""
-    group, cpu = new_fddp_group(), torch.device("cpu")
-    backend = group._get_backend(cpu)
-    assert backend.supports_tensor_alloc(cpu)
-    for dtype, size in [(torch.float32, 300_000), (torch.int64, 3), (torch.bfloat16, 0)]:
-        tensor = backend.allocate_tensor(size, dtype=dtype, device=cpu)
-        assert (tensor.dtype, tensor.shape) == (dtype, (size,))
-        tensor.fill_(rank + 1)
-        dist.all_reduce(tensor, group=group)
-        dist.all_reduce(tensor[1:], dist.ReduceOp.MAX, group)
-        assert bool(tensor.eq(world_size * (world_size + 1) // 2).all())
-    module = torch.nn.Linear(300, 300, bias=False)
-    with torch.no_grad():
-        module.weight.fill_(1.0)
-    wrapped = torch.nn.parallel.DistributedDataParallel(module, process_group=group)
-    for _ in range(3):
-        module.zero_grad()
-        wrapped(torch.full((1, 300), rank + 1.0)).sum().backward()
-        assert bool(module.weight.grad.eq((world_size + 1) / 2).all())
-    kept = backend.allocate_tensor(1000, dtype=torch.float32, device=cpu).fill_(7.0)
-    del wrapped, backend
-    dist.destroy_process_group(group)
-    assert kept.sum() == 7000.0
-
-
-def test_tensors_in_shared_memory(ranks: RankPool) -> None:
-    ranks.run(3, _allocated)
-
-
-def _split(rank: int, world_size: int) -> None:
-    world = dist.group.WORLD
-    assert world is not None
-    part = world.split_group([0, 1] if rank < 2 else [3, 2], timedelta(seconds=20))
-    total = torch.full((100_000,), float(rank))
-    part.allreduce([total]).wait()
-    assert total[0] == (1 if rank < 2 else 5)
-
-
-def test_groups_are_split(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, as_default, str(tmp_path), _split)
 
 
 def _by_several_threads(rank: int, world_size: int) -> None:
@@ -233,23 +182,12 @@ def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
         assert not any("fddp" in name for name in files)
 
 
-_PROGRAM = """
-import os, torch, torch.distributed as dist
-import fddp
-dist.init_process_group("cpu:fddp")
-total = torch.ones(3)
-dist.all_reduce(total)
-os.write(1, f"{dist.get_backend_config()} {total[0].item()}\\n".encode())  # at once
-dist.destroy_process_group()
-"""
-
-
 # Groups that torch gives the same part of the store, works that are polled, and a lazy view.
 _AGAIN = """
 import os, torch, torch.distributed as dist
 import fddp
 for life in range(2):
-    dist.init_process_group("fddp")
+    dist.init_process_group(["fddp", "cpu:fddp"][life])
     rank = dist.get_rank()
     for number in range(4):
         group = dist.new_group([0, 1], use_local_synchronization=True)
@@ -277,33 +215,24 @@ os.write(1, f"rank {rank} is done\\n".encode())  # at once
 """
 
 
-def _under_torchrun(program: str, script: Path) -> subprocess.CompletedProcess[str]:
-    script.write_text(program)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run([*launcher, script], capture_output=True, text=True, timeout=120)
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    run = _under_torchrun(_PROGRAM, tmp_path / "program.py")
-    assert run.stdout.count("cpu:fddp 2.0") == 2, run.stderr
-
-
 def test_groups_of_the_same_name_and_works_that_are_polled(tmp_path: Path) -> None:
-    run = _under_torchrun(_AGAIN, tmp_path / "again.py")
-    assert run.stdout.count("is done") == 2, run.stderr
+    (tmp_path / "again.py").write_text(_AGAIN)
+    assert torchrun(str(tmp_path / "again.py")).stdout.count("is done") == 2
 
 
 _SYNC = """
 import torch, torch.distributed as dist, fddp
-dist.init_process_group("fddp")
+dist.init_process_group("cpu:fddp")
 with fddp.GradSync([torch.ones(3)]) as sync:
     mean = sync([torch.full([3], 2.0 * dist.get_rank())])[0]
-    print(f"mean {mean[0]}\\n", end="", flush=True)
+    mean += fddp.pmean(mean)
+    print(f"{dist.get_backend_config()} mean {mean[0]}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
 
 def test_fddps_own_communicators_end_without_a_warning(tmp_path: Path) -> None:
-    run = _under_torchrun(_SYNC, tmp_path / "sync.py")
-    assert run.stdout.count("mean 1.0") == 2, run.stderr
+    (tmp_path / "sync.py").write_text(_SYNC)
+    run = torchrun(str(tmp_path / "sync.py"))
+    assert run.stdout.count("cpu:fddp mean 2.0") == 2, run.stderr
     assert "No backend of type" not in run.stderr

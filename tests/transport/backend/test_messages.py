@@ -14,58 +14,6 @@ import torch.distributed as dist
 from tests.support.backends import check_equal, new_fddp_group, values
 from tests.support.ranks import RankPool
 
-# Far below and above the size of an outbox.
-_SIZES = (0, 1, 1000, 500_000)
-
-
-def _both_send_first(rank: int, world_size: int) -> None:
-    group = new_fddp_group()
-    others = [other for other in range(world_size) if other != rank]
-    for size in _SIZES:
-        sends = [
-            dist.isend(values(rank, size, torch.float32, other), group=group, group_dst=other)
-            for other in others
-        ]
-        for other in others:
-            tensor = torch.empty(size)
-            dist.recv(tensor, group=group, group_src=other)
-            check_equal([tensor], [values(other, size, torch.float32, rank)])
-        for work in sends:
-            work.wait()
-            assert work.is_completed()
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_send_first(world_size: int, ranks: RankPool) -> None:
-    ranks.run(world_size, _both_send_first)
-
-
-def _by_tag(rank: int, world_size: int) -> None:
-    group = new_fddp_group()
-    tags = [tag for tag in range(4) for _ in range(3)]
-    if rank == 0:
-        works = [
-            dist.isend(values(number, 100_000, torch.int64), group=group, tag=tag, group_dst=1)
-            for number, tag in enumerate(tags)
-        ]
-        for work in works:
-            work.wait()
-    else:
-        received: dict[int, list[torch.Tensor]] = {}
-        for tag in reversed(tags):
-            tensor = torch.empty(100_000, dtype=torch.int64)
-            dist.recv(tensor, group=group, tag=tag, group_src=0)
-            received.setdefault(tag, []).append(tensor)
-        for tag, tensors in received.items():
-            sent = [values(n, 100_000, torch.int64) for n, t in enumerate(tags) if t == tag]
-            check_equal(tensors, sent)
-    dist.destroy_process_group(group)
-
-
-def test_messages_match_by_tag_in_order(ranks: RankPool) -> None:
-    ranks.run(2, _by_tag)
-
 
 def _from_any(rank: int, world_size: int) -> None:
     group = new_fddp_group()
@@ -87,34 +35,12 @@ def test_receive_from_any_rank(ranks: RankPool) -> None:
     ranks.run(3, _from_any)
 
 
-def _batch(rank: int, world_size: int) -> None:
-    group = new_fddp_group()
-    left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    received = torch.empty(70_000)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(
-                dist.isend, torch.full((70_000,), float(rank)), group=group, group_peer=right
-            ),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=left),
-        ]
-    )
-    for work in works:
-        work.wait()
-    check_equal([received], [torch.full((70_000,), float(left))])
-    dist.destroy_process_group(group)
-
-
-def test_batches(ranks: RankPool) -> None:
-    ranks.run(3, _batch)
-
-
 def _at_random(rank: int, world_size: int, seed: int) -> None:
     """Messages of random sizes and tags, received in another order, among collectives."""
     group = new_fddp_group()
     rng = random.Random(seed)
     messages = [
-        (source, other, rng.randrange(3), rng.choice([0, 3, 5000, 90_000, 300_000]))
+        (source, other, rng.randrange(3), rng.choice([0, 1, 5000, 90_000, 500_000]))
         for source, other in (rng.sample(range(world_size), 2) for _ in range(60))
     ]
     sends, receives = [], []

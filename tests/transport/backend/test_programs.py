@@ -66,12 +66,6 @@ def _zero(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return _trained(model, optimizer)
 
 
-def _fsdp(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
-    model = _network()
-    fully_shard(model[0], mesh=mesh)
-    return _trained(fully_shard(model, mesh=mesh))
-
-
 def _fsdp_in_shared_memory(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     model = fully_shard(_network(), mesh=mesh)
     if dist.get_backend() == "fddp":
@@ -99,7 +93,7 @@ def _checkpoint(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return [loaded.full_tensor(), loaded.redistribute(placements=[Replicate()]).to_local()]
 
 
-_PROGRAMS = [_ddp, _replicate, _zero, _fsdp, _fsdp_in_shared_memory, _tensor_parallel, _checkpoint]
+_PROGRAMS = [_ddp, _replicate, _zero, _fsdp_in_shared_memory, _tensor_parallel, _checkpoint]
 
 
 def _over_both(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 
 import fddp
 from tests.support.backends import as_default, new_fddp_group
+from tests.support.programs import run_python, torchrun
 from tests.support.ranks import RankPool
 
 SIZE = 120_000  # by rank: more than is copied when an operation is posted
@@ -120,8 +118,7 @@ def test_bad_arguments(ranks: RankPool) -> None:
 
 
 def test_without_a_group() -> None:
-    program = "import fddp; fddp.empty_shared(3)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    run = run_python("-c", "import fddp; fddp.empty_shared(3)", code=1)
     assert "ValueError: Default process group has not been initialized" in run.stderr
 
 
@@ -165,11 +162,7 @@ dist.destroy_process_group()
 def test_buckets_of_ddp(tmp_path: Path, backend: str, disabled: str) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(_DDP)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "DDP_DISABLE_COMM_MEM": disabled}
-    run = subprocess.run(
-        [*launcher, script, backend], capture_output=True, text=True, timeout=120, env=environment
-    )
+    run = torchrun(str(script), backend, env={"DDP_DISABLE_COMM_MEM": disabled})
     staged = {"0": 0, "1": 3}[disabled]
     assert run.stdout.count(f"staged {staged}") == 2, run.stderr
     assert "No backend of type" not in run.stderr  # torch's warning where it knows no default

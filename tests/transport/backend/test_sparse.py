@@ -72,19 +72,6 @@ def test_the_call_does_not_wait(ranks: RankPool) -> None:
     assert ranks.run(2, _without_waiting)[0]
 
 
-def _alone(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([other], backend="fddp") for other in range(world_size)]
-    tensor = _sparse(rank, 20, 10, torch.float32)
-    expected = tensor.to_dense()
-    dist.all_reduce(tensor, group=groups[rank])
-    assert torch.equal(tensor.to_dense(), expected)
-    dist.destroy_process_group(groups[rank])
-
-
-def test_a_group_of_one_rank(ranks: RankPool) -> None:
-    ranks.run(2, _alone)
-
-
 def _errors(rank: int, world_size: int) -> None:
     group = new_fddp_group()
 
