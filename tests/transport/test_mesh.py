@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,29 +30,15 @@ def checked(mesh: Any, ranks: list[int], algorithm: Any) -> tuple[str, Any]:
         return str(sync.schedule.topology), assert_mean(sync, trees(ranks))
 
 
-def two_dimensions(rank: int, world_size: int, names: tuple[str, str] | None) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+def without_names(rank: int, world_size: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2))
     return [checked(mesh, [0, 1, 2, 3], algorithm) for algorithm in ALGORITHMS]
 
 
-@pytest.mark.parametrize("names", [("host", "local"), None])
-def test_two_dimensions(ranks: RankPool, names: tuple[str, str] | None) -> None:
-    runs = ranks.run(4, two_dimensions, names)
-    expected = "Topology(host=2, local=2)" if names else "Topology(dim0=2, dim1=2)"
-    for results in zip(*runs, strict=True):
-        assert {topology for topology, _ in results} == {expected}
+def test_dimensions_without_names_are_numbered(ranks: RankPool) -> None:
+    for results in zip(*ranks.run(4, without_names), strict=True):
+        assert {topology for topology, _ in results} == {"Topology(dim0=2, dim1=2)"}
         assert same_bits([mean for _, mean in results])
-
-
-def one_dimension(rank: int, world_size: int) -> Any:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    return [checked(mesh, [*range(world_size)], a)[0] for a in ("all_reduce", "reduce_scatter")]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_dimension(ranks: RankPool, world_size: int) -> None:
-    for topologies in ranks.run(world_size, one_dimension):
-        assert topologies == [f"Topology(dp={world_size})"] * 2
 
 
 def sub_meshes(rank: int, world_size: int) -> Any:
@@ -68,6 +52,7 @@ def sub_meshes(rank: int, world_size: int) -> Any:
         checked(mesh["dp", "pp"], own_place, "reduce_scatter")[0],
         checked(mesh["dp"], own_place, "all_reduce")[0],
         checked(mesh["tp"], own_host, "reduce_scatter")[0],
+        checked(mesh["pp"], [rank], "all_reduce")[0],
     ]
 
 
@@ -80,6 +65,7 @@ def test_sub_meshes_reduce_over_their_own_ranks(ranks: RankPool) -> None:
             "Topology(dp=2, pp=1)",
             "Topology(dp=2)",
             "Topology(tp=2)",
+            "Topology(pp=1)",
         ]
 
 
@@ -116,30 +102,6 @@ def test_a_topology_over_a_group(ranks: RankPool) -> None:
         assert outcome == ["Topology(a=1, b=2)", "Topology(a=2, b=1)"]
 
 
-def training(rank: int, world_size: int) -> Any:
-    """Hierarchical steps with torch's own mesh, against the mean computed by one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
-    params = {"w": rand(3, 3, seed=0)}
-    with fddp.GradSync(params, mesh=mesh, algorithm="hierarchical") as sync:
-        step = sync.value_and_grad(lambda p, x: torch.tanh(x @ p["w"]).square().mean())
-        for number in range(3):
-            x = rand(4, 3, seed=10 * number + rank)
-            params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, step(params, x)[1])
-    return params
-
-
-def test_training_on_a_mesh(ranks: RankPool) -> None:
-    w = rand(3, 3, seed=0)
-    for number in range(3):
-        x = torch.cat([rand(4, 3, seed=10 * number + rank) for rank in range(4)])
-        w.requires_grad_()
-        loss = torch.tanh(x @ w).square().mean()
-        w = (w - 0.1 * torch.autograd.grad(loss, w)[0]).detach()
-    runs = ranks.run(4, training)
-    assert same_bits(runs)
-    assert torch.allclose(runs[0]["w"], w, rtol=1e-12)
-
-
 # Bad input
 
 
@@ -163,7 +125,10 @@ def bad_meshes(rank: int, world_size: int) -> dict[str, Ending]:
 
 BAD = {
     "with a group": ("ValueError", "a DeviceMesh brings its own group; leave group= out"),
-    "as a group": ("ValueError", "pass one dimension of it (mesh[name])"),
+    "as a group": (
+        "ValueError",
+        "2 dimensions ('host', 'local'); pass one dimension of it (mesh[name])",
+    ),
     "shuffled": ("ValueError", "numbers its ranks [0, 2, 1, 3]"),
     "of one axis": ("ValueError", "at least two axes"),
 }

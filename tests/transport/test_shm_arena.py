@@ -98,6 +98,9 @@ def test_only_an_arena_is_adopted() -> None:
     arena = _C.ShmArena(4 * MIB)
     with pytest.raises(ValueError, match="the file has 4194304 bytes, expected 2097152"):
         _C.ShmView(arena.fd, 2 * MIB)
+    for span in (0, -1, 4 * MIB + 4096, 2**63):
+        with pytest.raises((ValueError, OSError, TypeError)):
+            _C.ShmView(arena.fd, span)
     with open(os.devnull, "rb") as file, pytest.raises(ValueError, match="not refer to an anonym"):
         _C.ShmView(file.fileno(), 4 * MIB)
     unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)

@@ -6,12 +6,12 @@ here; `make sanitize` runs all of it under sanitizers.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import struct
 import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 
 from fddp.native import extension
 from tests.support.crews import COPIED, IN_PLACE, MIB, Crew, crew_of, outcome, run
-from tests.support.polling import HANG_S
+from tests.support.programs import ROOT, run_program, run_python
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -150,35 +150,35 @@ def test_a_failure_elsewhere_is_reported_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("kind", "dtype", "options", "error", "text"),
     [
         (
+            "all_reduce",
+            torch.float32,
             {"association": (2, 2)},
+            ValueError,
             "the product of the axis sizes of association must be the number of members",
         ),
-        ({"association": (0, 2)}, "association has an axis of size 0"),
-        ({"association": (1,) * 7}, "association has 7 axes, expected at most 6"),
-        ({"src": 2}, "src is not a member of the group"),
-        ({"src": -1}, "src is not a member of the group"),
+        ("all_reduce", torch.float32, {"association": (0, 2)}, ValueError, "an axis of size 0"),
+        ("all_reduce", torch.float32, {"association": (1,) * 7}, ValueError, "has 7 axes, .* at"),
+        ("broadcast", torch.float32, {"src": 2}, ValueError, "src is not a member of the group"),
+        ("broadcast", torch.float32, {"src": -1}, ValueError, "src is not a member of the group"),
+        ("all_gather", torch.float32, {}, ValueError, "divided into one chunk of equal size"),
+        ("gather", torch.float32, {}, ValueError, "unknown operation 'gather'"),
+        ("all_reduce", torch.bool, {}, TypeError, "cannot sum dtype Bool"),
+        ("all_reduce", torch.int32, {"average": True}, TypeError, "cannot average dtype Int"),
     ],
 )
 def test_unsupported_operations_are_refused(
-    crews: Callable[[int], Crew], options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        crews(2).groups[0].start("all_reduce", torch.ones(4), **options)
-
-
-def test_unequal_chunks_and_averages_of_whole_numbers_are_refused(
     crews: Callable[[int], Crew],
+    kind: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
 ) -> None:
-    group = crews(2).groups[0]
-    with pytest.raises(ValueError, match="cannot be divided into one chunk of equal size"):
-        group.start("all_gather", torch.ones(3))
-    with pytest.raises(TypeError, match="cannot average dtype Int"):
-        group.start("all_reduce", torch.ones(3, dtype=torch.int32), average=True)
-    with pytest.raises(ValueError, match="unknown operation 'gather'"):
-        group.start("gather", torch.ones(3))
+    with pytest.raises(error, match=text):
+        crews(2).groups[0].start(kind, torch.ones(3, dtype=dtype), **options)
 
 
 # Control blocks that a faulty process has overwritten. Offsets as in csrc/shm/control_block.h.
@@ -258,7 +258,6 @@ def test_corrupt_control_blocks_do_not_end_the_process() -> None:
 _FORKING = """
     import gc, os, resource, sys, time
     import torch
-    sys.path.insert(0, {tests!r})
     from tests.support.crews import _C, crew_of, run
 
     crew = crew_of(2)
@@ -298,26 +297,15 @@ _FORKING = """
 
 def test_forks_limits_and_exits() -> None:
     """A forked child ends, and its parent's group remains usable; a limit on files is no signal."""
-    script = textwrap.dedent(_FORKING).format(tests=str(Path(__file__).parents[2]))
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run_python("-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(_FORKING))
+    assert ended.stderr == ""
     assert "RLIMIT_FSIZE" in ended.stdout
     assert ended.stdout.endswith("well\n")
 
 
 @pytest.fixture(scope="module")
-def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compiled("shm_stress", tmp_path_factory.mktemp("stress"))
-
-
-@pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compiled("shm_messages", tmp_path_factory.mktemp("messages"))
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: _compiled(name, tmp_path_factory.mktemp(name)))
 
 
 def _compiled(name: str, folder: Path) -> Path:
@@ -325,33 +313,28 @@ def _compiled(name: str, folder: Path) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    root = Path(__file__).parents[2]
-    sources = sorted((root / "fddp" / "csrc" / "shm").glob("*.cpp"))
+    sources = sorted((ROOT / "fddp" / "csrc" / "shm").glob("*.cpp"))
     # In one go: most of the time goes into reading headers.
     whole = folder / "whole.cpp"
-    files = [*sources, root / "tests" / "native" / f"{name}.cpp"]
+    files = [*sources, ROOT / "tests" / "native" / f"{name}.cpp"]
     whole.write_text("".join(f'#include "{file}"\n' for file in files), encoding="utf-8")
-    program = folder / name
     options = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-DFDDP_NO_CLONES", "-pthread"]
-    subprocess.run([compiler, *options, whole, "-o", program], check=True)
-    return program
+    subprocess.run([compiler, *options, whole, "-o", folder / name], check=True)
+    return folder / name
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["threads 3 2000 1", "processes 2 2000 2", "processes 4 2000 3", "kill 3 8 4"],
+    ("name", "arguments"),
+    [
+        ("shm_stress", "threads 3 2000 1"),
+        ("shm_stress", "processes 2 2000 2"),
+        ("shm_stress", "processes 4 2000 3"),
+        ("shm_stress", "kill 3 8 4"),
+        ("shm_messages", "2 200 1"),
+        ("shm_messages", "4 100 2"),
+    ],
 )
-def test_random_operations(stress: Path, arguments: str) -> None:
-    ended = subprocess.run(
-        [stress, *arguments.split()], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_random_operations(program: Callable[[str], Path], name: str, arguments: str) -> None:
+    ended = run_program(str(program(name)), *arguments.split())
+    assert ended.stderr == ""
     assert ended.stdout.endswith("all well\n")
-
-
-@pytest.mark.parametrize("arguments", ["2 200 1", "4 100 2"])
-def test_random_exchanges_and_messages(messages: Path, arguments: str) -> None:
-    ended = subprocess.run(
-        [messages, *arguments.split()], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "all well\n", "")

@@ -146,94 +146,63 @@ def test_a_rank_may_be_killed_at_any_moment(delay_s: float) -> None:
         assert seen.took_s < NOTICED_S
 
 
-def missed_in_a_group_on_rank(rank: int, world_size: int, name: Any, how: str) -> Ended | None:
-    """Rank 3 is missed by 1 and 2, along one axis each; rank 0 waits for rank 1 only."""
-    transport = open_transport(name=name, timeout_s=TIMEOUT_S if how == "kill" else 1.0)
-    transport.open_subgroups(SQUARE, AXES)
+# Groups of some ranks: hosts as they share memory, of which others are reached over gloo.
+
+ONE, TWO, NONE = [(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
+Hosts = list[tuple[int, ...]]
+
+
+def missed_in_a_group_on_rank(
+    rank: int, world_size: int, hosts: Hosts, missed: int, how: str
+) -> Ended | None:
+    """One rank is missed; those who don't wait for it wait for another one that does."""
+    with split_into_hosts(hosts):
+        transport = open_transport(timeout_s=TIMEOUT_S if how == "kill" else 1.0)
+        transport.open_subgroups(SQUARE, AXES)
     transport.exchange(b"all are there")
-    if rank == 3:
+    if rank == missed:
         time.sleep(0.3)
         if how == "kill":
             die(how)
         dist.barrier()  # until the others have given up
         transport.close()
         return None
-    if rank == 0:
+    if rank in (0, 1):
         time.sleep(0.5)  # so that its own time is not up when that of the others is
-    seen = ended(transport, axes=[("local",), ("host",), ("local",)][rank])
+    # Rank 0 waits for 2, and 1 for 0; 2 for 3, or 3 for 2.
+    seen = ended(transport, axes=("host",) if rank == 0 else ("local",))
     if how == "late":
         dist.barrier()
     return seen
 
 
-@pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_a_rank_killed_in_one_group_is_raised_on_all(name: str) -> None:
-    for rank, seen in survivors(run_fresh(4, missed_in_a_group_on_rank, name, "kill"), 3):
-        assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank 3 (" in seen.text
-        assert (seen.error, seen.ranks) == ("RankLostError", (3,))
-        assert seen.took_s < (NOTICED_S if name == "shm" else 6.0)
+@pytest.mark.parametrize(
+    ("hosts", "dead", "within_s"),
+    # Survivors that gloo connects give each other some time.
+    [(ONE, 3, NOTICED_S), (NONE, 3, 6.0), (TWO, 2, 4.8), (TWO, 3, 4.8)],
+)
+def test_a_rank_killed_in_one_group_is_raised_on_all(
+    hosts: Hosts, dead: int, within_s: float
+) -> None:
+    """Of two hosts, rank 3 is missed in shared memory by 2, and rank 2 in gloo by 0 as well."""
+    outcomes = run_fresh(4, missed_in_a_group_on_rank, hosts, dead, "kill")
+    for rank, seen in survivors(outcomes, dead):
+        print(f"rank {rank} noticed the end of {dead} after {seen.took_s - 0.3:.2f} s: {seen.text}")
+        assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank {dead} (" in seen.text
+        assert (seen.error, seen.ranks) == ("RankLostError", (dead,))
+        assert seen.took_s < within_s
 
 
-def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool) -> None:
-    for rank, seen in enumerate(ranks.run(4, missed_in_a_group_on_rank, "shm", "late")):
+@pytest.mark.parametrize("hosts", [ONE, TWO])
+def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool, hosts: Hosts) -> None:
+    for rank, seen in enumerate(ranks.run(4, missed_in_a_group_on_rank, hosts, 3, "late")):
         if seen is not None:
             assert seen.error == "SyncTimeoutError", seen
             assert f"bucket 3 of step 17 on rank {rank} of 4: " in seen.text
             assert re.search(OVER, seen.text)
-            assert "no response from rank 3. All" in seen.text
+            if hosts is ONE or rank == 2:
+                assert "no response from rank 3. All" in seen.text
             assert seen.took_s < 1.0 + NOTICED_S
-
-
-# Some ranks wait in shared memory, others in gloo
-
-
-def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
-    """Ranks 0 and 1 share a host, and 2 and 3. One dies; the others wait for each other."""
-    with split_into_hosts([(0, 1), (2, 3)]):
-        transport = open_transport(timeout_s=TIMEOUT_S)
-        transport.open_subgroups(SQUARE, AXES)
-        transport.exchange(b"all are there")
-        if rank == dead:
-            time.sleep(0.3)
-            die("kill")
-        # In gloo: rank 0 for 2. In shared memory: 1 for 0, and 2 for 3 or 3 for 2.
-        return ended(transport, axes=("host",) if rank == 0 else ("local",))
-
-
-@pytest.mark.parametrize("dead", [2, 3])
-def test_a_lost_rank_is_raised_across_shared_memory_and_gloo(dead: int) -> None:
-    """Rank 3 is missed in shared memory by 2 only; rank 2 in gloo by 0, in shared memory by 3."""
-    outcomes = run_fresh(4, dead_across_on_rank, dead)
-    for rank, seen in survivors(outcomes, dead):
-        print(f"rank {rank} noticed the end of {dead} after {seen.took_s - 0.3:.2f} s: {seen.text}")
-        assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank {dead} (" in seen.text
-        assert seen.ranks == (dead,)
-        assert seen.took_s < 0.3 + NOTICED_S + 2.0  # what gloo's survivors give each other
-
-
-def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
-    with split_into_hosts([(0, 1), (2, 3)]):
-        transport = open_transport(timeout_s=1.0)
-        transport.open_subgroups(SQUARE, AXES)
-        transport.exchange(b"all are there")
-        if rank == 3:
-            dist.barrier()  # until the others have given up
-            transport.close()
-            return None
-        seen = ended(transport, axes=("host",) if rank == 0 else ("local",))
-        dist.barrier()
-        return seen
-
-
-def test_a_late_rank_is_raised_across_shared_memory_and_gloo(ranks: RankPool) -> None:
-    for rank, seen in enumerate(ranks.run(4, late_across_on_rank)):
-        if seen is not None:
-            assert seen.error == "SyncTimeoutError"
-            assert f"on rank {rank} of 4: " in seen.text
-            assert re.search(OVER, seen.text)
-            assert seen.took_s < 1.0 + NOTICED_S
-            if rank == 2:
-                assert "no response from rank 3. All ranks must issue" in seen.text
 
 
 # Stopped processes

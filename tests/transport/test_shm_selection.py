@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.core.schedule.topology import Topology
 from fddp.errors import PlanMismatchError
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
@@ -48,17 +47,11 @@ def chosen_on_rank(rank: int, world_size: int) -> None:
             assert transport.timeout_s == 20
     with open_transport(name="c10d", timeout_s=20) as transport:
         assert (transport.name, transport.reason) == ("c10d", "it was requested")
-    with open_transport(dist.new_group([rank], use_local_synchronization=True)) as transport:
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with open_transport(alone) as transport:
         assert transport.name == "c10d"
         assert transport.reason == "the group has only one rank"
-
-
-def test_ranks_of_one_host_share_memory(ranks: RankPool) -> None:
-    ranks.run(2, chosen_on_rank)
-
-
-def alone_on_rank(rank: int, world_size: int) -> None:
-    with open_transport(name="shm") as transport:
+    with open_transport(alone, "shm") as transport:
         assert transport.name == "shm"
         value = transport.empty(3, torch.float32, torch.device("cpu")).fill_(2.0)
         transport.all_reduce(value, average=True).wait("nothing")
@@ -66,8 +59,8 @@ def alone_on_rank(rank: int, world_size: int) -> None:
         assert transport.exchange(b"alone") == [b"alone"]
 
 
-def test_one_rank_may_ask_for_shared_memory(ranks: RankPool) -> None:
-    ranks.run(1, alone_on_rank)
+def test_ranks_of_one_host_share_memory(ranks: RankPool) -> None:
+    ranks.run(2, chosen_on_rank)
 
 
 def logged_on_rank(rank: int, world_size: int) -> tuple[list[str], Any]:
@@ -169,33 +162,6 @@ def interleaved_hosts_on_rank(rank: int, world_size: int) -> None:
 
 def test_hosts_may_have_any_ranks(ranks: RankPool) -> None:
     ranks.run(4, interleaved_hosts_on_rank)
-
-
-def hierarchical_on_rank(rank: int, world_size: int) -> Any:
-    params = {"w": torch.zeros(50, 30), "b": torch.zeros(7)}
-    grads = {
-        name: torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
-        for name, p in params.items()
-    }
-    mesh = Topology(host=2, local=2)
-    with (
-        split_into_hosts([(0, 1), (2, 3)]),
-        fddp.GradSync(params, mesh=mesh, algorithm="hierarchical") as mixed,
-    ):
-        assert mixed.transport == "shm+c10d"
-        within = mixed(grads)
-    with fddp.GradSync(params, mesh=mesh, algorithm="hierarchical") as sync:
-        assert sync.transport == "shm"
-        shared = sync(grads)
-    with fddp.GradSync(params, transport="c10d") as flat:
-        return within, shared, flat(grads)
-
-
-def test_hierarchical_schedules_over_both(ranks: RankPool) -> None:
-    for within, shared, flat in ranks.run(4, hierarchical_on_rank):
-        for name in flat:
-            assert torch.allclose(within[name], flat[name], atol=1e-6)
-            assert torch.allclose(shared[name], flat[name], atol=1e-6)
 
 
 # Obstacles on one rank

@@ -184,18 +184,6 @@ def crews_of_three(crews: Callable[[int], Crew]) -> Crew:
     return crews(3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex128], ids=str)
-def test_gathers_carry_any_dtype(crews: Callable[[int], Crew], dtype: torch.dtype) -> None:
-    crew = crews(2)
-    for numel in (6, IN_PLACE):
-        inputs = [(torch.arange(numel) % (3 + rank) == 0).to(dtype) for rank in range(2)]
-        tensors = [values.clone() for values in inputs]
-        run(crew, "broadcast", tensors, src=1)
-        assert all(torch.equal(tensor, inputs[1]) for tensor in tensors)
-    with pytest.raises(TypeError, match="cannot sum dtype Bool"):
-        crew.groups[0].start("all_reduce", torch.zeros(3, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("numel", [COPIED, IN_PLACE])
 def test_bits_do_not_depend_on_the_thread_that_adds_up(
     crews: Callable[[int], Crew], numel: int
