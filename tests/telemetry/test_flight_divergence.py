@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fddp.cli.main import main
-from fddp.telemetry.flight.divergence import Divergence, find_divergences
+from fddp.telemetry.flight.divergence import find_divergences
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 
 
@@ -28,41 +28,52 @@ def op_of(number: int, *, state: Any = "done", bucket: int = 0, **fields: Any) -
     return op._replace(**fields)
 
 
-def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Divergence:
-    (divergence,) = find_divergences(
-        flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank)
-    )
-    return divergence
+IN_5 = "all_reduce of bucket 0 (w0) of step 5"
+WAITS = (op_of(6), op_of(7, state="failed"))
+#: a later operation is waited for first where the control word rides in it
+NOT_WAITED_FOR = op_of(6, state="failed", waited_s=None)
 
 
-def test_ranks_that_are_together() -> None:
-    found = lined_up(*[(op_of(6), op_of(7))] * 3)
-    assert (found.number, found.ranks) == (-1, ())
-    assert "all ranks agree up to operation 7" in found.text
-
-
-def test_a_rank_in_another_collective() -> None:
-    found = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
-    assert (found.number, found.ranks) == (7, (2,))
-    assert (
-        "operation 7 is all_reduce of bucket 0 (w0) of step 5, 8 bytes, on ranks 0, 1; all_reduce "
-        "of bucket 0 (w0) of step 5, 16 bytes, on rank 2"
-    ) in found.text
-
-
-def test_a_rank_that_has_not_come() -> None:
-    found = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
-    assert (found.number, found.ranks) == (7, (1,))
-    assert "rank 1 has not reached operation 7" in found.text
-    assert "step 5, and rank 0 waits" in found.text
-
-
-def test_ranks_that_wait_for_one_without_a_flight() -> None:
-    waits = (op_of(6), op_of(7, state="failed"))
-    found = lined_up(waits, waits)
-    assert (found.number, found.ranks) == (7, (0, 1))
-    assert "ranks 0, 1 wait for 7, all_reduce of bucket 0 (w0) of step 5" in found.text
-    assert "rank 2: no flight" in found.text
+@pytest.mark.parametrize(
+    ("ops_by_rank", "number", "ranks", "text"),
+    [
+        ([(op_of(6), op_of(7))] * 3, -1, (), "all ranks agree up to operation 7"),
+        (
+            [(op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16))],
+            7,
+            (2,),
+            f"operation 7 is {IN_5}, 8 bytes, on ranks 0, 1; {IN_5}, 16 bytes, on rank 2",
+        ),
+        (
+            [WAITS, (op_of(6),), (op_of(6), op_of(7))],
+            7,
+            (1,),
+            f"rank 1 has not reached operation 7, {IN_5}, and rank 0 waits",
+        ),
+        ([WAITS, WAITS], 7, (0, 1), f"ranks 0, 1 wait for 7, {IN_5}"),
+        ([(NOT_WAITED_FOR, op_of(7, state="failed"))] * 3, 7, (0, 1, 2), "wait for 7"),
+        (
+            [(NOT_WAITED_FOR,), (op_of(6),), (op_of(6),)],
+            6,
+            (0,),
+            f"operation 6, {IN_5}, failed on rank 0",
+        ),
+        (
+            [tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)],
+            -1,
+            (),
+            "all ranks agree up to operation 19",
+        ),
+    ],
+    ids=["together", "other", "behind", "no flight", "not waited", "failed", "ring"],
+)
+def test_ranks_are_lined_up(
+    ops_by_rank: list[tuple[FlightOp, ...]], number: int, ranks: tuple[int, ...], text: str
+) -> None:
+    (found,) = find_divergences(flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank))
+    assert (found.number, found.ranks) == (number, ranks)
+    assert text in found.text
+    assert ("rank 2: no flight" in found.text) == (len(ops_by_rank) < 3)
 
 
 def test_failures_are_reported_with_reason_and_delay() -> None:
@@ -81,21 +92,6 @@ def test_failures_are_reported_with_reason_and_delay() -> None:
     again = flight_of(replace(log, made_s=1.8e9 + 1.0), taken_s=1.8e9 + 9.0)
     (found,) = find_divergences([first, again])
     assert "no word from rank 1" not in found.text, "that was a run before"
-
-
-def test_operations_not_waited_for_are_not_reported_as_pending() -> None:
-    """A later operation is waited for first where the control word rides in it."""
-    ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
-    assert lined_up(ops, ops, ops).number == 7
-    only = (op_of(6, state="failed", waited_s=None),)
-    found = lined_up(only, (op_of(6),), (op_of(6),))
-    assert (found.number, found.ranks) == (6, (0,))
-    assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in found.text
-
-
-def test_only_operations_recorded_on_all_ranks_are_compared() -> None:
-    found = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
-    assert found.number == -1
 
 
 def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
@@ -133,13 +129,10 @@ def test_flights_of_a_run_before_are_left_out() -> None:
     assert "no flight; one" not in found.text
 
 
-def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
-    flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
-    (found,) = find_divergences(flights)
+def test_flights_of_one_run_are_kept() -> None:
+    """Ranks that were created one after the other, and one whose clock was set back."""
+    (found,) = find_divergences(of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3))
     assert "all ranks agree up to operation 5" in found.text
-
-
-def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
     (found,) = find_divergences([of_run(100.0, 50.0, 0, op_of(5))])
     assert "  rank 0: at step 5" in found.text
 
@@ -223,16 +216,13 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["flight", str(tmp_path)])
-    assert "there is no flight-*.json in" in capsys.readouterr().err
-    (tmp_path / "flight-x.json").write_text("{}")
-    with pytest.raises(SystemExit, match="2"):
-        main(["flight", str(tmp_path)])
-    assert (
-        "flight-x.json': not a flight: the value lacks ['format', 'host', "
-        in capsys.readouterr().err
-    )
-    with pytest.raises(SystemExit, match="2"):
-        main(["flight", str(tmp_path / "nothing")])
-    assert "can't read" in capsys.readouterr().err
+    for place, content, text in (
+        (tmp_path, None, "there is no flight-*.json in"),
+        (tmp_path, "{}", "flight-x.json': not a flight: the value lacks ['format', 'host', "),
+        (tmp_path / "nothing", None, "can't read"),
+    ):
+        if content is not None:
+            (tmp_path / "flight-x.json").write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            main(["flight", str(place)])
+        assert text in capsys.readouterr().err

@@ -166,25 +166,37 @@ def _payload(counts: Counts) -> int:
     return sum(nbytes for _, nbytes in counts.asked)
 
 
-def test_a_step_over_gloo_is_one_all_reduce_for_each_bucket(ranks: RankPool) -> None:
-    counts = _of(ranks, 2, _functional, "c10d", torch.float32)
-    assert counts.transport == "c10d"
-    assert len(counts.buckets_bytes) >= 3
-    assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
+@pytest.mark.parametrize(
+    ("world_size", "transport", "dtype"),
+    [
+        (2, "c10d", torch.float32),
+        (3, "c10d", torch.float32),
+        (2, "shm", torch.float32),
+        (2, "c10d", torch.bfloat16),
+        (2, "shm", torch.bfloat16),
+    ],
+)
+def test_a_step_is_one_all_reduce_for_each_bucket(
+    ranks: RankPool, world_size: int, transport: str, dtype: torch.dtype
+) -> None:
+    """Gloo carries the gradients and little else, and shared memory uses no sockets."""
+    counts = _of(ranks, world_size, _functional, transport, dtype)
+    own_word = dtype == torch.bfloat16
+    assert counts.transport == transport
+    assert len(counts.buckets_bytes) >= 3 - own_word
     assert {kind for kind, _ in counts.asked} == {"all_reduce"}
-    assert counts.handed == counts.asked
-    # The control word rides behind the last bucket; nothing else comes on top of the gradients.
+    # The control word rides behind the last bucket, unless it cannot be piggybacked; nothing else
+    # comes on top of the gradients.
+    assert len(counts.asked) == STEPS * (own_word + len(counts.buckets_bytes))
     words = _payload(counts) / STEPS - sum(counts.buckets_bytes)
     assert 0 < words < 1024
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gloo_carries_the_gradients_and_little_else(ranks: RankPool, world_size: int) -> None:
-    counts = _of(ranks, world_size, _functional, "c10d", torch.float32)
-    least = _payload(counts) * 2 * (world_size - 1) / world_size
-    # Each of gloo's messages has a header.
-    assert 0.99 * least <= counts.traffic.sent <= 1.02 * least
-    assert 0.99 * least <= counts.traffic.received <= 1.02 * least
+    assert not own_word or counts.asked[-1][1] < 1024
+    assert counts.handed == (counts.asked if transport == "c10d" else [])
+    if transport == "c10d" and not own_word:
+        least = _payload(counts) * 2 * (world_size - 1) / world_size
+        # Each of gloo's messages has a header.
+        assert 0.99 * least <= counts.traffic.sent <= 1.02 * least
+        assert 0.99 * least <= counts.traffic.received <= 1.02 * least
 
 
 def _quantized(rank: int, world_size: int) -> Counts:
@@ -202,21 +214,6 @@ def test_quantized_steps_carry_a_quarter_over_gloo(ranks: RankPool, world_size: 
         assert each.traffic.received <= 0.27 * all_reduce
 
 
-def test_shared_memory_uses_no_sockets(ranks: RankPool) -> None:
-    counts = _of(ranks, 2, _functional, "shm", torch.float32)
-    assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
-    assert counts.handed == []
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_word_that_cannot_be_piggybacked_takes_one_collective(
-    ranks: RankPool, transport: str
-) -> None:
-    counts = _of(ranks, 2, _functional, transport, torch.bfloat16)
-    assert len(counts.asked) == STEPS * (1 + len(counts.buckets_bytes))
-    assert counts.asked[-1][1] < 1024
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_compiled_steps_issue_the_same(ranks: RankPool, transport: str, dtype: torch.dtype) -> None:
@@ -227,11 +224,6 @@ def test_compiled_steps_issue_the_same(ranks: RankPool, transport: str, dtype: t
     assert len(compiled.recorded) == len(python.asked)
     assert compiled.allocations == python.allocations == 0
     assert abs(compiled.traffic.sent - python.traffic.sent) <= 0.02 * python.traffic.sent
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_bucket_memory_is_used_again(ranks: RankPool, transport: str) -> None:
-    assert _of(ranks, 2, _functional, transport, torch.float32).allocations == 0
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -245,42 +237,41 @@ def test_a_wrapped_step_issues_the_same(ranks: RankPool, view: bool) -> None:
         assert counts.handed == []
 
 
-def _over_virtual_ranks(rank: int, world_size: int, count: int) -> tuple[int, int, int]:
-    """Bytes that this rank sends in a step, partial sums that it sends, and bytes of buckets."""
+class VirtualCounts(NamedTuple):
+    """Of a step over virtual ranks on one rank."""
+
+    nbytes: int  # that it sends
+    sent: int  # partial sums that it sends
+    left: int  # sums of its host of two ranks that are left
+    whole: int  # bytes of the buckets
+
+
+def _over_virtual_ranks(rank: int, world_size: int, count: int, **options: Any) -> VirtualCounts:
     params, loss_fn = _model()
     x = torch.randn(8, 256)
-    with fddp.GradSync(params, transport="c10d", virtual_ranks=count, **CAPS) as sync:
+    options |= {"transport": "c10d", **CAPS}
+    with fddp.GradSync(params, virtual_ranks=count, **options) as sync:
         step, batches = sync.value_and_grad(loss_fn), sync.virtual_batches(lambda _: x)
         counts = _count(sync._engine, lambda: step(params, batches))
-        assert sync.schedule.virtual is not None
-        sent = sync.schedule.virtual.sent[rank]
-        return counts.traffic.sent // STEPS, sent, sum(counts.buckets_bytes)
+        virtual = sync.schedule.virtual
+        assert virtual is not None
+        left = len(virtual.roots(2)[rank // 2]) if options.get("mesh") else 0
+        sizes = sum(counts.buckets_bytes)
+        return VirtualCounts(counts.traffic.sent // STEPS, virtual.sent[rank], left, sizes)
+
+
+def _over_virtual_ranks_of_hosts(rank: int, world_size: int, count: int) -> VirtualCounts:
+    mesh = fddp.Topology(host=2, local=2)
+    return _over_virtual_ranks(rank, world_size, count, mesh=mesh, algorithm="hierarchical")
 
 
 @pytest.mark.parametrize(("count", "sums"), [(2, (1, 1)), (8, (1, 1)), (3, (1, 2)), (7, (2, 2))])
 def test_ranks_send_their_partial_sums(ranks: RankPool, count: int, sums: tuple[int, int]) -> None:
     """The other rank's shard of each, and the sum of its own shard; not the rows that pad."""
     found = ranks.run(2, _over_virtual_ranks, count)
-    assert tuple(sent for _, sent, _ in found) == sums
-    for nbytes, sent, whole in found:
+    assert tuple(counts.sent for counts in found) == sums
+    for nbytes, sent, _, whole in found:
         assert 0.99 <= nbytes / (whole / 2 * (1 + sent)) <= 1.03
-
-
-def _over_virtual_ranks_of_hosts(
-    rank: int, world_size: int, count: int
-) -> tuple[int, int, int, int]:
-    """As `_over_virtual_ranks`, with the sums that are left of this rank's host of two ranks."""
-    params, loss_fn = _model()
-    x = torch.randn(8, 256)
-    mesh = fddp.Topology(host=2, local=2)
-    options: dict[str, Any] = {"mesh": mesh, "algorithm": "hierarchical", **CAPS}
-    with fddp.GradSync(params, transport="c10d", virtual_ranks=count, **options) as sync:
-        step, batches = sync.value_and_grad(loss_fn), sync.virtual_batches(lambda _: x)
-        counts = _count(sync._engine, lambda: step(params, batches))
-        virtual = sync.schedule.virtual
-        assert virtual is not None
-        left = len(virtual.roots(2)[rank // 2])
-        return counts.traffic.sent // STEPS, virtual.sent[rank], left, sum(counts.buckets_bytes)
 
 
 @pytest.mark.parametrize(("count", "sums"), [(4, (1, 1)), (5, (1, 2)), (10, (2, 3)), (16, (1, 1))])
@@ -290,7 +281,7 @@ def test_ranks_of_hosts_send_what_is_left(
     """Within a host half of the rank's sums, and half of the mean; across hosts a quarter of those
     that are left of the host's, and a quarter of the mean."""
     found = ranks.run(4, _over_virtual_ranks_of_hosts, count)
-    assert tuple(left for _, _, left, _ in found) == (sums[0], sums[0], sums[1], sums[1])
+    assert tuple(counts.left for counts in found) == (sums[0], sums[0], sums[1], sums[1])
     for nbytes, sent, left, whole in found:
         assert 0.99 <= nbytes / (whole * ((sent + 1) / 2 + (left + 1) / 4)) <= 1.03
 

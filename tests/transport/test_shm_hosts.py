@@ -5,7 +5,7 @@ Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, worl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -81,19 +81,24 @@ def run_of(rank: int, algorithm: Reduction, transport: TransportName) -> Run:
         timeout_s=30.0,
     )
     grads = {name: torch.full_like(p, 1.0 + rank) for name, p in params().items()}
-    mean, info = sync(grads, with_info=True)
+    _, info = sync(grads, with_info=True)
+    mean, crossed = measured_steps(sync, grads)
+    assert torch.equal(mean["weight"], torch.full((1200, 700), 2.5))
+    assert torch.equal(mean["bias"], torch.full((700,), 2.5))
+    expected, operations = expected_bytes(sync.schedule)
+    sync.close()
+    return Run(info.transport, info.transport_reason, crossed, expected, operations)
+
+
+def measured_steps(sync: fddp.GradSync, grads: Any) -> tuple[Any, float]:
+    """The mean, and the bytes that cross in a step."""
     dist.barrier()
     before = crossed_bytes()
     dist.barrier()
     for _ in range(STEPS):
         mean = sync(grads)
     dist.barrier()
-    crossed = crossed_bytes() - before
-    assert torch.equal(mean["weight"], torch.full((1200, 700), 2.5))
-    assert torch.equal(mean["bias"], torch.full((700,), 2.5))
-    expected, operations = expected_bytes(sync.schedule)
-    sync.close()
-    return Run(info.transport, info.transport_reason, crossed / STEPS, expected, operations)
+    return mean, (crossed_bytes() - before) / STEPS
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +117,16 @@ def test_only_scheduled_bytes_cross_hosts(runs: list[dict[str, Run]], name: str)
         assert run.expected < run.crossed < most
 
 
-def test_within_hosts_memory_is_shared(runs: list[dict[str, Run]]) -> None:
+def test_memory_is_shared_within_hosts_and_not_across(runs: list[dict[str, Run]]) -> None:
+    reason = "the ranks are on 2 hosts or parts of them (0-1, 2-3)"
     for of_rank in runs:
-        assert of_rank["hierarchical"].transport == "shm+c10d"
-        assert of_rank["hierarchical"].reason == (
-            "the ranks are on 2 hosts or parts of them (0-1, 2-3); shm within a host, c10d across"
-        )
+        within, flat = of_rank["hierarchical"], of_rank["flat"]
+        assert within.transport == "shm+c10d"
+        assert within.reason == f"{reason}; shm within a host, c10d across"
         assert of_rank["over c10d"].transport == "c10d"
-
-
-def test_a_flat_group_over_both_hosts_takes_c10d(runs: list[dict[str, Run]]) -> None:
-    for of_rank in runs:
-        flat = of_rank["flat"]
         print(f"flat: {flat.crossed:.0f} bytes crossed a step")
-        assert flat.transport == "c10d"
-        assert flat.reason == "the ranks are on 2 hosts or parts of them (0-1, 2-3)"
-        assert flat.crossed > 1.4 * of_rank["hierarchical"].crossed
+        assert (flat.transport, flat.reason) == ("c10d", reason)
+        assert flat.crossed > 1.4 * within.crossed
 
 
 class VirtualRun(NamedTuple):
@@ -155,13 +154,7 @@ def over_virtual_ranks(group: Group | None, count: int, measured: bool) -> Virtu
         trees = sync.virtual_batches(summand)
         mean, crossed = sync(trees), 0.0
         if measured:
-            dist.barrier()
-            before = crossed_bytes()
-            dist.barrier()
-            for _ in range(STEPS):
-                mean = sync(trees)
-            dist.barrier()
-            crossed = (crossed_bytes() - before) / STEPS
+            mean, crossed = measured_steps(sync, trees)
         virtual = sync.schedule.virtual
         assert virtual is not None
         left = tuple(map(len, virtual.roots(2))) if measured else ()
