@@ -20,42 +20,26 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["train"], "invalid choice: 'train'"),
         (["demo", "--ranks", "0"], "--ranks: must be a whole number of at least 1"),
         (["demo", "--ranks", "17"], "at most 16, got '17'"),
-        (["demo", "--ranks", "two"], "got 'two'"),
         (["demo", "--ranks", "1\n2"], r"got '1\n2'"),
-        (["demo", "--ranks", "\u0662"], "--ranks: must be a whole number"),
         (["demo", "--ranks"], "--ranks: expected one argument"),
-        (["demo", "--epochs", "-1"], "--epochs"),
         (["demo", "--epochs", "1.5"], "got '1.5'"),
-        (["demo", "--epochs", "9" * 5000], "--epochs: must be a whole number"),
         (["demo", "--bucket-cap-mb", "0"], "--bucket-cap-mb: must be a number above 0, got '0'"),
-        (["demo", "--bucket-cap-mb", "nan"], "got 'nan'"),
-        (["demo", "--bucket-cap-mb", "inf"], "got 'inf'"),
         (["demo", "--bucket-cap-mb", "big"], "got 'big'"),
         (["demo", "--speed", "1"], "unrecognized arguments: --speed 1"),
         (["bench", "--models", "resnet"], "invalid choice: 'resnet'"),
-        (["bench", "--rounds", "0"], "--rounds: must be a whole number of at least 1, got '0'"),
         (["bench", "--json", "no/such/place.json"], "must be a file in a directory that exists"),
-        (["bench", "--json", "."], "must be a file in a directory that exists, got '.'"),
         (["plan"], "the following arguments are required: SOURCE"),
-        (["plan", "m:f", "--bucket-cap-mb", "-1"], "--bucket-cap-mb: must be a number above 0"),
-        (["plan", "m:f", "--first-bucket-mb", "x"], "--first-bucket-mb: must be a number above 0"),
         (["plan", "m:f", "--png", "no/such/place.png"], "must be a file in a directory that"),
-        (["plan", "m:f", "--json", "no/such/place.json"], "must be a file in a directory that"),
         (["simulate", "m:f"], "the following arguments are required: --topology, --cost"),
         ([*SIMULATE], "one of the arguments --backward-ms --ready is required"),
-        ([*SIMULATE, "--backward-ms", "0"], "--backward-ms: must be a number above 0, got '0'"),
         ([*SIMULATE, "--backward-ms", "1", "--ready", "f"], "not allowed with argument"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1,,2"], "--caps: must be a number above 0"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1e-9"], "must be a cap of at least one byte"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "a"], "must be SPREAD or SPREAD,RATE,"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "0.1,0.2"], "expected one number or three"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "0.1,2,2"], "straggler_rate must be in"),
-        ([*SIMULATE, "--backward-ms", "1", "--seed", "-1"], "--seed"),
-        ([*SIMULATE, "--backward-ms", "1", "--algorithm", "all_gather"], "invalid choice"),
         (["simulate", "m:f", "--topology", "8"], "sizes of named axes, outermost first"),
-        (["simulate", "m:f", "--topology", "a=2,a=2"], "sizes of named axes, outermost first"),
         (["simulate", "m:f", "--topology", "a=0"], "needs an int of at least 1 as size, got 0"),
-        (["simulate", "m:f", "--topology", "a=-1"], "sizes of named axes, outermost first"),
         (["simulate", "m:f", "--topology", "a=9999999999"], "ranks; the limit is"),
         (["simulate", "m:f", "--cost", "carrier-pigeon"], "must be one of internet-100m, "),
         (["simulate", "m:f", "--cost", "1e-5"], "or ALPHA,BETA, or FILE.json"),
@@ -73,35 +57,26 @@ def test_a_mistake_gets_one_line(
 
 
 @pytest.mark.parametrize(
-    ("argv", "module", "install"),
+    ("argv", "modules", "install"),
     [
-        (["demo"], "rich", "rich: pip install fddp[demo]"),
-        (["demo"], "sklearn", "scikit-learn: pip install fddp[demo]"),
-        (["bench"], "rich", "rich: pip install fddp[demo]"),
-        (["bench"], "sklearn", "scikit-learn: pip install fddp[demo]"),
-        (["plan", "m:f", "--png", "p.png"], "matplotlib", "matplotlib: pip install fddp[viz]"),
+        (["demo"], ["rich"], "rich: pip install fddp[demo]"),
+        (["demo"], ["rich", "sklearn"], "rich and scikit-learn: pip install fddp[demo]"),
+        (["bench"], ["sklearn"], "scikit-learn: pip install fddp[demo]"),
+        (["plan", "m:f", "--png", "p.png"], ["matplotlib"], "matplotlib: pip install fddp[viz]"),
     ],
 )
-def test_a_missing_library_is_named(
+def test_missing_libraries_are_named_at_once(
     argv: list[str],
-    module: str,
+    modules: list[str],
     install: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     line = refused(argv, capsys)
     prog = "python -m benchmarks" if argv == ["bench"] else f"python -m fddp {argv[0]}"
     assert line == f"{prog}: error: needs {install}\n"
-
-
-def test_all_missing_libraries_are_named_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for module in ("rich", "sklearn"):
-        monkeypatch.setitem(sys.modules, module, None)
-    line = refused(["demo"], capsys)
-    assert line.endswith("error: needs rich and scikit-learn: pip install fddp[demo]\n")
 
 
 @pytest.mark.parametrize("command", [None, "demo", "plan", "simulate", "bench"])
