@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import fddp
+from fddp.cli import launch
 from fddp.cli.demo.command import run_demo
 from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
 from fddp.cli.demo.model import Params, Score, init_params, loss_fn
@@ -169,3 +172,19 @@ def test_the_loop_is_that_of_one_process(world_size: int) -> None:
         assert sum(info.total_weight for info in infos) == 2 * data.size
     if world_size > 1:
         assert min(info.active for info in trained[0].infos) < world_size
+
+
+def test_handlers_of_signals_are_the_callers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting ranks leaves the process that starts them as it was."""
+
+    def elastic_launch(config: Any, entrypoint: Any) -> Callable[..., dict[int, int]]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torch's launcher does, with its own
+        return lambda backend, fn, *args: {0: fn(*args)}
+
+    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        assert launch.launch(1, os.getpid) == [os.getpid()]
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

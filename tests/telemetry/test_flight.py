@@ -444,11 +444,6 @@ def test_invalid_signals_are_refused(tmp_path: Path, bad: Any) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_nothing_is_installed_at_import() -> None:
-    assert "fddp.telemetry.flight.dump" in sys.modules
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
 def test_torn_files_of_a_directory_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

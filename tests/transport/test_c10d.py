@@ -178,28 +178,6 @@ def test_closing_frees_all(ranks: RankPool, name: str) -> None:
         assert not any(beyond), beyond
 
 
-def count_keys_on_rank(rank: int, world_size: int, name: Any) -> list[int]:
-    """Keys in the store of the job, after each of some transports."""
-    store: Any = dist.distributed_c10d._get_default_group().get_group_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    counts = []
-    for _ in range(4):
-        with open_transport(name=name) as transport:
-            sum_and_exchange(transport)
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts
-
-
-@pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_a_store_does_not_grow_with_the_transports(ranks: RankPool, name: str) -> None:
-    """Also in a job that opens one for every broadcast, for months."""
-    for counts in ranks.run(3, count_keys_on_rank, name):
-        assert counts[1:] == [counts[1]] * 3
-
-
 def divide_again_on_rank(rank: int, world_size: int) -> None:
     with open_c10d(timeout_s=20) as transport:
         transport.open_subgroups(Topology(rack=1, world=4), [("rack",), ("world",)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,14 +24,6 @@ _LONGEST_S = 30.0  # that a forked process may take
 _FORKS = multiprocessing.get_context("fork")
 
 Held = dict[str, Any]
-
-
-def keep(held: Held) -> None:
-    """A worker that has nothing to do with it."""
-
-
-def drop(held: Held) -> None:
-    held.clear()
 
 
 def collect(held: Held) -> None:
@@ -56,21 +49,21 @@ def use(held: Held) -> None:
             call()
 
 
-def leave_by_return() -> None:
-    """Its process ends with 0."""
+WORKERS: dict[str, Callable[[Held], object]] = {
+    "keep": lambda held: None,
+    "drop": lambda held: held.clear(),
+    "collect": collect, "close": close, "use": use,
+}
+LEAVE: dict[str, Callable[[], object]] = {
+    "return": lambda: None,
+    "exit": lambda: sys.exit(0),
+    "at once": lambda: os._exit(0),
+}
 
 
-def leave_by_exit() -> None:
-    sys.exit(0)
-
-
-def leave_at_once() -> None:
-    os._exit(0)
-
-
-def worker(do: Callable[[Held], None], leave: Callable[[], None], held: Held) -> None:
-    do(held)
-    leave()
+def worker(do: str, leave: str, held: Held) -> None:
+    WORKERS[do](held)
+    LEAVE[leave]()
 
 
 def ended(process: Any) -> int | None:
@@ -89,17 +82,16 @@ def fork(rank: int, world_size: int, transport: str) -> dict[str, int | None]:
     before = held["step"](mlp(), batch(rank, 0))[1]
     fddp.pmean(torch.ones(2))
     codes = {}
-    for do in (keep, drop, collect, close, use):
-        for leave in (leave_by_return, leave_by_exit, leave_at_once):
-            process = _FORKS.Process(target=worker, args=(do, leave, held))
-            with may_have_children():
-                process.start()
-            codes[f"{do.__name__}, {leave.__name__}"] = ended(process)
-            # And its parent continues.
-            grads = held["step"](mlp(), batch(rank, 0))[1]
-            same = fddp.tree_map(torch.equal, grads, before)
-            assert all(all(layer.values()) for layer in same.values())
-            assert fddp.pmean(torch.tensor(float(rank))).item() == 0.5
+    for do, leave in itertools.product(WORKERS, LEAVE):
+        process = _FORKS.Process(target=worker, args=(do, leave, held))
+        with may_have_children():
+            process.start()
+        codes[f"{do}, {leave}"] = ended(process)
+        # And its parent continues.
+        grads = held["step"](mlp(), batch(rank, 0))[1]
+        same = fddp.tree_map(torch.equal, grads, before)
+        assert all(all(layer.values()) for layer in same.values())
+        assert fddp.pmean(torch.tensor(float(rank))).item() == 0.5
     held["sync"].close()
     return codes
 

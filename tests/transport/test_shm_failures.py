@@ -59,7 +59,7 @@ def ended(transport: Transport, *, numel: int = 10, axes: tuple[str, ...] = ()) 
 
 def survivors(outcomes: list[Outcome], dead: int) -> list[tuple[int, Any]]:
     for rank, outcome in enumerate(outcomes):
-        assert rank == dead or outcome.error is None, outcome.error
+        assert rank == dead or (outcome.error, outcome.exitcode) == (None, 0), outcome
     return [(rank, outcome.result) for rank, outcome in enumerate(outcomes) if rank != dead]
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import fddp
 from fddp.errors import ClosedError
 from fddp.transport import open_transport
-from tests.support.chunks import own_chunk, part, total
 from tests.support.process_resources import (
     arena_mappings,
     is_shared,
@@ -26,46 +25,6 @@ from tests.support.process_resources import (
 
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
-
-NUMELS = [0, 1, 3, 1000, 40_000, 3_000_000]
-
-
-def memories_on_rank(rank: int, world_size: int, which: str) -> None:
-    """Tensors in shared memory on some ranks, at odd places of it, and in ordinary memory."""
-    everyone = tuple(range(world_size))
-    with open_transport(timeout_s=30) as transport:
-        for numel in NUMELS:
-            padded = -(-numel // world_size) * world_size
-            inside = which == "all" or (which == "some" and rank % 2)
-            memory = (
-                transport.empty(padded + 3, torch.float32, torch.device("cpu"))
-                if inside
-                else torch.empty(padded + 3)
-            )
-            assert is_shared(memory) == bool(inside)
-            memory.fill_(-1.0)
-            tensor = memory[1 : padded + 1]
-            mine, summed = part(rank, padded, tensor.dtype), total(everyone, padded, tensor.dtype)
-
-            tensor.copy_(mine)
-            transport.all_reduce(tensor, wait_soon=bool(numel % 2)).wait("the sum")
-            assert torch.equal(tensor, summed)
-            tensor.copy_(mine)
-            transport.reduce_scatter(tensor).wait("the shards")
-            chunk = own_chunk(tensor, everyone, rank)
-            assert torch.equal(chunk, own_chunk(summed, everyone, rank))
-            transport.all_gather_in_place(tensor).wait("the whole")
-            assert torch.equal(tensor, summed)
-            tensor.copy_(mine)
-            transport.broadcast(tensor, world_size - 1).wait("the last rank's")
-            assert torch.equal(tensor, part(world_size - 1, padded, tensor.dtype))
-            assert memory[0] == -1
-            assert memory[padded + 1 :].tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize(("world_size", "which"), [(2, "all"), (3, "some"), (4, "none")])
-def test_tensors_may_be_at_any_address(ranks: RankPool, world_size: int, which: str) -> None:
-    ranks.run(world_size, memories_on_rank, which)
 
 
 def closed_on_rank(rank: int, world_size: int) -> None:

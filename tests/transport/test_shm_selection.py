@@ -31,6 +31,7 @@ from tests.support.process_resources import (
 from tests.support.ranks import split_into_hosts
 
 if TYPE_CHECKING:
+    from fddp.transport import Transport
     from tests.support.ranks import RankPool
 
 ALL_SHARE = "all {} ranks share the memory of a host"
@@ -131,37 +132,31 @@ def divided_on_rank(rank: int, world_size: int) -> None:
         shared = transport.empty(5, torch.float32, torch.device("cpu"))
         assert not is_shared(ordinary)
         assert is_shared(shared)
-        for axes in [(), *AXES]:
-            group = SQUARE.group(axes or SQUARE.names, rank)
-            for tensor in (ordinary, shared):
-                tensor.copy_(part(rank, 5, torch.float32))
-                transport.all_reduce(tensor, axes=axes).wait("the sum")
-                assert torch.equal(tensor, total(group, 5, torch.float32))
+        check_sums(transport, [(), *AXES], [ordinary, shared])
         unavailable = r"'shm' is not available on rank \d: the ranks are on 2"
         with pytest.raises(ValueError, match=unavailable):
             open_transport(name="shm")
-
-
-def test_groups_within_a_host_share_memory_where_all_ranks_do_not(ranks: RankPool) -> None:
-    ranks.run(4, divided_on_rank)
-
-
-def interleaved_hosts_on_rank(rank: int, world_size: int) -> None:
     with split_into_hosts([(0, 2), (1,), (3,)]), open_transport(timeout_s=20) as transport:
         transport.open_subgroups(SQUARE, AXES)
         assert transport.name == "shm+c10d"
         assert "on 3 hosts or parts of them (0+2, 1, 3); shm within" in transport.reason
-        for axes in AXES:
-            tensor = part(rank, 5, torch.float32)
-            transport.all_reduce(tensor, axes=axes).wait("the sum")
-            assert torch.equal(tensor, total(SQUARE.group(axes, rank), 5, torch.float32))
+        check_sums(transport, AXES, [torch.empty(5)])
     with split_into_hosts([(0, 3), (1, 2)]), open_transport(timeout_s=20) as transport:
         transport.open_subgroups(SQUARE, AXES)
         assert transport.name == "c10d", "no axis lies within a host"
 
 
-def test_hosts_may_have_any_ranks(ranks: RankPool) -> None:
-    ranks.run(4, interleaved_hosts_on_rank)
+def check_sums(transport: Transport, groups: list[Any], tensors: list[torch.Tensor]) -> None:
+    for axes in groups:
+        members = SQUARE.group(axes or SQUARE.names, transport.rank)
+        for tensor in tensors:
+            tensor.copy_(part(transport.rank, 5, torch.float32))
+            transport.all_reduce(tensor, axes=axes).wait("the sum")
+            assert torch.equal(tensor, total(members, 5, torch.float32))
+
+
+def test_groups_within_a_host_share_memory_where_all_ranks_do_not(ranks: RankPool) -> None:
+    ranks.run(4, divided_on_rank)
 
 
 # Obstacles on one rank

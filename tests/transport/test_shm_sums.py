@@ -147,16 +147,18 @@ def test_every_half_precision_value_is_kept(
 @settings(max_examples=30)
 @given(data=st.data())
 def test_staged_and_shared_memory_mix(crews_of_three: Crew, data: st.DataObject) -> None:
-    """Some ranks' tensors lie in their arenas and others' anywhere, at any alignment."""
+    """Some ranks' tensors lie in their arenas and others' anywhere, at any alignment; the memory
+    around them stays as it is."""
     crew, size = crews_of_three, 3
     numel = size * data.draw(st.integers(0, 400_000), label="numel of a chunk")
     kinds = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
     kind = data.draw(st.sampled_from(kinds))
-    tensors = []
+    tensors, around = [], []
     for rank, arena in enumerate(crew.arenas):
         place = data.draw(st.sampled_from(["arena", "heap", "unaligned"]), label=f"rank {rank}")
         if place == "arena":
-            tensor = arena.empty(numel, torch.float32)
+            around.append(arena.empty(numel + 2, torch.float32).fill_(-1.0))
+            tensor = around[-1][1:-1]
         elif place == "heap" or numel == 0:
             tensor = torch.empty(numel)
         else:
@@ -177,6 +179,7 @@ def test_staged_and_shared_memory_mix(crews_of_three: Crew, data: st.DataObject)
             assert torch.equal(tensor, torch.cat([values[mine] for values in inputs]))
         else:
             assert torch.equal(tensor, inputs[1])
+    assert all((memory[0], memory[-1]) == (-1.0, -1.0) for memory in around)
 
 
 @pytest.fixture(scope="module")

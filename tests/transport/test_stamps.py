@@ -1,11 +1,13 @@
-"""Stamps of works of torch: taken without Python, which may have ended."""
+"""Works of torch: stamps, taken without Python, which may have ended, and polls before waits."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -65,11 +67,13 @@ def test_an_operation_may_fail_after_the_interpreter_has_ended() -> None:
         assert (first.returncode, second.returncode) == (7, 0)
 
 
+def gloo() -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+
+
 def test_stamps() -> None:
-    store = dist.HashStore()
-    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=20))
-    begin_s = time.perf_counter()
-    work = gloo.allreduce([torch.ones(4)])
+    backend, begin_s = gloo(), time.perf_counter()
+    work = backend.allreduce([torch.ones(4)])
     stamp = extension.load().CompletionTimestamp(work)
     work.wait()
     while stamp.completed_s is None:  # it is taken after those that wait are woken
@@ -77,8 +81,59 @@ def test_stamps() -> None:
     assert begin_s < stamp.completed_s < time.perf_counter()
 
 
-def test_a_work_without_a_future_has_no_stamp() -> None:
+def test_only_works_with_a_future_have_a_stamp() -> None:
+    with pytest.raises(TypeError):
+        extension.load().WorkSpin().poll(None)
     with pytest.raises(TypeError):
         extension.load().CompletionTimestamp(None)
     with pytest.raises(RuntimeError):
         extension.load().CompletionTimestamp(dist.Work())
+
+
+# Polls
+
+
+def pending() -> tuple[Any, Any]:
+    """A work that is completed by its future."""
+    future: Any = torch.futures.Future()
+    return torch._C._distributed_c10d._create_work_from_future(future), future
+
+
+def test_a_poll_ends_with_the_work() -> None:
+    backend = gloo()
+    spin = extension.load().WorkSpin()
+    number = torch.ones(1)
+    for _ in range(50):
+        work = backend.allreduce([number])
+        spin.poll(work)
+        work.wait()
+    assert number.item() == 1.0
+
+
+def test_a_poll_ends_without_the_work() -> None:
+    spin = extension.load().WorkSpin()
+    work, future = pending()
+    for _ in range(20):
+        spin.poll(work)
+    assert not work.is_completed()
+    future.set_result(None)
+    spin.poll(work)
+    assert work.is_completed()
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """The poll holds no lock of Python's: the thread that completes the work needs it."""
+    spin = extension.load().WorkSpin()
+    work, future = pending()
+    ended = threading.Event()
+
+    def poll() -> None:
+        while not work.is_completed():
+            spin.poll(work)
+        ended.set()
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    future.set_result(None)
+    assert ended.wait(10)
+    thread.join()

@@ -1,12 +1,14 @@
-"""Status of other ranks, as reported to waiting ranks, and its cost."""
+"""Status of other ranks, as reported to waiting ranks, its cost, and bounds on a silent store."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,10 @@ import torch.distributed as dist
 
 import fddp
 from fddp.collectives.communicator import communicator_of
+from fddp.transport.c10d.rendezvous import AbortableStore, connect_with_abort
 from fddp.transport.liveness import failure_detector, status, status_store
+from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread, StoreTimeoutError
+from fddp.transport.liveness.interrupts import DeadlineExceededError, PeerFailureError
 from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
@@ -35,20 +40,14 @@ def board_of(sync: fddp.GradSync) -> StoreStatusBoard:
 # Polls
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
-def test_pauses_are_shorter_than_the_time_for_answers(timeout_s: float) -> None:
-    """In jobs of up to a thousand ranks."""
-    grace_s = min(failure_detector._GRACE_S, timeout_s / 2)
-    for size in (2, 16, 1000):
-        assert status_store.poll_interval_s(timeout_s, size) <= max(
-            grace_s / 2, status_store._MIN_INTERVAL_S
-        )
-
-
-def test_a_store_serves_jobs_of_any_size() -> None:
+def test_polls_are_as_frequent_as_answers_need_and_a_store_can_serve() -> None:
+    interval_s = status_store.poll_interval_s
+    for timeout_s, size in itertools.product((0.5, 1.5, 8.0, 40.0, 60.0, 1800.0), (2, 16, 1000)):
+        grace_s = min(failure_detector._GRACE_S, timeout_s / 2)
+        assert interval_s(timeout_s, size) <= max(grace_s / 2, status_store._MIN_INTERVAL_S)
     for size in (2000, 5000):
-        assert size / status_store.poll_interval_s(1800.0, size) <= 1000.0
-    assert status_store.poll_interval_s(1800.0, 10**6) == 5.0
+        assert size / interval_s(1800.0, size) <= 1000.0
+    assert interval_s(1800.0, 10**6) == 5.0
 
 
 # Ranks that give up first
@@ -92,17 +91,13 @@ def names_of_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_queries_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """A file store appends a record for each write, also for one that changes nothing."""
-    for grown, threads in ranks.run(2, over_a_file, str(tmp_path / "two")):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_queries_write_nothing(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """A file store appends a record for each write, also for one that changes nothing. A single
+    rank checks nothing."""
+    for grown, threads in ranks.run(world_size, over_a_file, str(tmp_path / "file")):
         assert grown == 0
-        assert "fddp-status" in threads
-
-
-def test_a_single_rank_checks_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    ((grown, threads),) = ranks.run(1, over_a_file, str(tmp_path / "one"))
-    assert grown == 0
-    assert "fddp-status" not in threads
+        assert ("fddp-status" in threads) == (world_size > 1)
 
 
 def alone_and_dropped(rank: int, n: int) -> bool:
@@ -205,3 +200,107 @@ def test_keys_of_transports_are_unique(ranks: RankPool) -> None:
     first, second = ranks.run(2, keys)
     assert first == second
     assert len(set(first)) == 3
+
+
+# Stores that are silent, and openings that others give up
+
+LONG_S = 20.0  # what a wait takes that is not ended
+
+
+class Host:
+    """A store that can be silent."""
+
+    def __init__(self) -> None:
+        self.speaks = threading.Event()
+        self.speaks.set()
+        self.asked: list[str] = []
+        self._store = dist.HashStore()
+
+    def add(self, key: str, number: int) -> int:
+        self.asked.append(key)
+        self.speaks.wait(LONG_S)
+        return self._store.add(key, number)
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError(f"{key} is not there")
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.speaks.set()
+
+
+def asked(host: Any) -> BoundedStore:
+    return BoundedStore(host, StoreClientThread(), 0.2)
+
+
+def test_a_silent_store_is_not_waited_for(host: Host) -> None:
+    store = asked(host)
+    assert store.add("a", 1) == 1
+    host.speaks.clear()
+    begin_s = time.perf_counter()
+    with pytest.raises(StoreTimeoutError, match="the group's store does not answer"):
+        store.add("b", 1)
+    for _ in range(5):  # no query waits behind one that is open for too long
+        with pytest.raises(StoreTimeoutError):
+            store.within(1.0).add("c", 1)
+    assert time.perf_counter() - begin_s < 4.0, "1 s for all of them"
+    host.speaks.set()
+    assert store.within(LONG_S).add("a", 1) == 2
+    assert host.asked == ["a", "b", "a"], "what was given up before it was put is never put"
+
+
+def test_errors_pass_through_and_the_thread_ends_when_idle(host: Any) -> None:
+    with pytest.raises(RuntimeError, match="x is not there"):
+        asked(host).get("x")
+    client = StoreClientThread()
+    for _ in range(2):
+        BoundedStore(host, client, LONG_S).add("a", 1)
+        assert client._serving_pid == os.getpid()
+        assert soon(lambda: client._serving_pid == 0)
+
+
+def test_an_opening_ends_with_failures_seen_meanwhile() -> None:
+    """Here a rank would wait for an address that is never set."""
+    threads: list[threading.Thread] = []
+
+    def connect(meeting: AbortableStore) -> bytes:
+        threads.append(threading.current_thread())
+        return meeting.get("1")
+
+    def look() -> None:
+        raise PeerFailureError("another rank reported a failure")
+
+    begin_s = time.perf_counter()
+    with pytest.raises(PeerFailureError):
+        connect_with_abort(connect, dist.HashStore(), LONG_S, look)
+    threads[0].join(LONG_S / 2)
+    assert not threads[0].is_alive(), "its store has reported the abort"
+    assert time.perf_counter() - begin_s < LONG_S / 2
+
+
+def test_an_opening_ends_in_time() -> None:
+    done = threading.Event()
+    with pytest.raises(DeadlineExceededError, match=r"timed out after 0\.3 s"):
+        connect_with_abort(lambda meeting: done.wait(LONG_S), dist.HashStore(), 0.3, lambda: None)
+    done.set()
+
+
+def test_an_opening_returns_the_created_object() -> None:
+    store = dist.HashStore()
+
+    def connect(meeting: AbortableStore) -> tuple[bytes, bool]:
+        meeting.set("1", "here")
+        return meeting.get("1"), meeting.check(["2"])
+
+    made, meeting = connect_with_abort(connect, store, LONG_S, lambda: None)
+    assert made == (b"here", False)
+    assert meeting.add("3", 2) == 2
+
+    def fail(meeting: AbortableStore) -> None:
+        raise ValueError("no such device")
+
+    with pytest.raises(ValueError, match="no such device"):
+        connect_with_abort(fail, store, LONG_S, lambda: None)

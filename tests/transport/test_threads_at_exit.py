@@ -1,11 +1,14 @@
-"""Start and end of the library's threads: under no lock, and before the interpreter ends."""
+"""Start and end of the library's threads, and what they close: under no lock, and in time."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fddp
+from fddp.collectives.communicator import communicator_of
 from fddp.transport.lifetime import finalizer, threads
 from fddp.transport.lifetime.finalizer import _Closer, _closer
 from fddp.transport.liveness import status_store
@@ -24,7 +28,7 @@ from fddp.transport.liveness.status import StatusBoard
 from tests.support import exits
 from tests.support.endings import Ending, ending
 from tests.support.pairwise import pairwise
-from tests.support.polling import HANG_S
+from tests.support.polling import HANG_S, soon
 from tests.support.ranks import Launch, launch_fixture, launch_over
 
 W = {"w": torch.ones(3)}
@@ -215,6 +219,83 @@ def test_an_opening_that_is_interrupted_ends_on_all_ranks(launch: Launch) -> Non
     assert "lost rank 1" in first.text
     assert took_s < 10.0
     assert all(mean == [1.0] * 3 for _, _, mean in outcome)
+
+
+# Objects that were dropped without having been closed
+
+
+class Thing:
+    """An object to be dropped."""
+
+
+def collect_where_a_lock_is_held(world: Any) -> None:
+    """As where a thread is started that others wait for, under a lock, and that collects."""
+    group = dist.new_group([0, 1])
+    fddp.psum(torch.ones(4), group)
+    transport = communicator_of(group, None).transport
+    cycle: list[Any] = [group, fddp.GradSync(W, group=world)]
+    cycle.append(cycle)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, cycle
+    with status_store._lock:
+        collector = threading.Thread(target=gc.collect, daemon=True)
+        collector.start()
+        collector.join(10.0)
+        assert not collector.is_alive(), "it waits for the lock"
+        assert gone() is None
+    assert soon(lambda: transport.closed_by)
+
+
+def test_the_collector_waits_for_no_lock(launch: Launch) -> None:
+    launch(2, collect_where_a_lock_is_held)
+
+
+def test_the_thread_runs_while_it_may_be_needed() -> None:
+    closer, closed = _Closer(), []
+    things = [Thing(), Thing()]
+    for number, thing in enumerate(things):
+        closer.watch(thing, lambda number=number: closed.append(number))  # type: ignore[misc]
+    assert closer._has_thread
+    things.pop(0)
+    del thing
+    assert soon(lambda: closed == [0])
+    assert closer._has_thread
+    things.clear()
+    assert soon(lambda: closed == [0, 1])
+    assert soon(lambda: not closer._has_thread)
+    more = Thing()
+    closer.watch(more, lambda: closed.append(2))
+    del more
+    assert soon(lambda: closed == [0, 1, 2])
+
+
+def test_closed_objects_are_not_watched() -> None:
+    closer, closed = _Closer(), []
+    things = [Thing(), Thing()]
+    first, second = [closer.watch(thing, lambda: closed.append(1)) for thing in things]
+    first()
+    first()
+    assert closer._has_thread
+    second()
+    assert soon(lambda: not closer._has_thread)
+    things.clear()
+    assert closed == []
+
+
+def test_failing_close_does_not_block_others(capsys: pytest.CaptureFixture[str]) -> None:
+    closer, closed = _Closer(), []
+
+    def fail() -> None:
+        raise OSError("no such connection")
+
+    things = [Thing(), Thing()]
+    for thing, close in zip(things, (fail, lambda: closed.append(1)), strict=True):
+        closer.watch(thing, close)
+    del thing
+    things.clear()
+    assert soon(lambda: closed)
+    assert "OSError: no such connection" in capsys.readouterr().err
 
 
 # Beside other threads

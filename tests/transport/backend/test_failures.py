@@ -7,14 +7,13 @@ import signal
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.backends import new_fddp_group
-from tests.support.ranks import Outcome, RankPool, run_fresh
+from tests.support.ranks import RankPool, run_fresh
 
 _TIMEOUT_S = 3.0
 _KILLED = -signal.SIGKILL
@@ -125,11 +124,23 @@ def test_differing_calls_are_named_and_leave_the_group_usable(ranks: RankPool) -
         assert "the sizes that ranks send differ" in sizes
 
 
-def _closed(rank: int, world_size: int) -> None:
+def _closed(rank: int, world_size: int) -> str:
     group = new_fddp_group()
-    pending = dist.irecv(torch.ones(3), group=group, group_src=1 - rank)
+    pending, awaited = (
+        dist.irecv(torch.ones(3), group=group, group_src=1 - rank, tag=tag) for tag in range(2)
+    )
+    texts: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            awaited.wait()
+        texts.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
     reduced = dist.all_reduce(torch.ones(300_000), group=group, async_op=True)
     reduced.wait()
+    time.sleep(0.3)  # until the thread waits
     if rank == 0:
         late = dist.all_reduce(torch.ones(300_000), group=group, async_op=True)
         group.abort()
@@ -142,38 +153,15 @@ def _closed(rank: int, world_size: int) -> None:
     else:
         with pytest.raises(RuntimeError, match="rank 0 left the group"):
             pending.wait()
-    dist.destroy_process_group(group)
-
-
-def test_abort_ends_pending_works(ranks: RankPool) -> None:
-    ranks.run(2, _closed)
-
-
-def _aborted(rank: int, world_size: int) -> str:
-    """Another thread waits."""
-    group = new_fddp_group()
-    work = dist.irecv(torch.ones(3), group=group, group_src=1 - rank)
-    texts: list[str] = []
-
-    def wait() -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            texts.append(str(error))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.3)
-    dist.barrier(group)
-    group.abort()
     thread.join(30.0)
     dist.destroy_process_group(group)
     return texts[0]
 
 
-def test_abort_wakes_threads_that_wait(ranks: RankPool) -> None:
-    for text in ranks.run(2, _aborted):
-        assert "the group was closed on this rank" in text or "left the group" in text
+def test_abort_ends_pending_works_and_wakes_threads_that_wait(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _closed)
+    assert "the group was closed on this rank" in first
+    assert "rank 0 left the group" in second
 
 
 def _in_any_order(rank: int, world_size: int) -> None:
@@ -239,18 +227,6 @@ def _forked(rank: int, world_size: int) -> str:
 def test_a_forked_process_cannot_use_a_group(ranks: RankPool) -> None:
     for text in ranks.run(2, _forked):
         assert text.count("a group cannot be used in a forked process") == 2
-
-
-def _without_a_destroy(rank: int, world_size: int) -> Any:
-    global _kept  # lives until the interpreter ends
-    _kept = [new_fddp_group(), new_fddp_group()]
-    _kept.append(dist.all_reduce(torch.ones(300_000), group=_kept[0], async_op=True))
-    _kept.append(dist.irecv(torch.ones(3), group=_kept[1], group_src=1 - rank))
-    _kept[2].wait()
-
-
-def test_processes_end_without_a_destroy() -> None:
-    assert run_fresh(2, _without_a_destroy) == [Outcome(None, None, 0)] * 2
 
 
 def _absent(rank: int, world_size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
@@ -139,18 +141,26 @@ def test_groups_used_by_several_threads(ranks: RankPool) -> None:
     ranks.run(2, _by_several_threads)
 
 
-def _profiled(rank: int, world_size: int) -> list[str]:
+def _observed(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
+    """Names in torch's profile, and entries of its flight recorder."""
     group = new_fddp_group()
     with torch.autograd.profiler.profile() as profile:
-        dist.all_reduce(torch.ones(3), group=group)
         dist.all_gather([torch.ones(3)] * world_size, torch.ones(3), group)
+        dist.all_reduce(torch.ones(4), group=group)
         dist.barrier(group)
+    names = [event.name for event in profile.function_events if "fddp" in event.name]
+    entries: list[Any] = []
+    if hasattr(c10d, "FlightRecorderHook"):  # from the version that records works of any backend
+        entries = json.loads(c10d._dump_fr_trace_json(backend="fddp"))["entries"][-2:]
     dist.destroy_process_group(group)
-    return [event.name for event in profile.function_events if "fddp" in event.name]
+    return names, [(entry["profiling_name"], entry["input_sizes"]) for entry in entries]
 
 
-def test_profiles_show_operations(ranks: RankPool) -> None:
-    assert ranks.run(2, _profiled) == [["fddp:all_reduce", "fddp:all_gather", "fddp:barrier"]] * 2
+def test_profiles_and_flight_recorder_show_operations(ranks: RankPool) -> None:
+    for names, entries in ranks.run(2, _observed):
+        assert names == ["fddp:all_gather", "fddp:all_reduce", "fddp:barrier"]
+        if hasattr(c10d, "FlightRecorderHook"):
+            assert entries == [("fddp:all_reduce", [[4]]), ("fddp:barrier", [])]
 
 
 def test_registration_is_repeatable() -> None:
@@ -236,3 +246,52 @@ def test_fddps_own_communicators_end_without_a_warning(tmp_path: Path) -> None:
     run = torchrun(str(tmp_path / "sync.py"))
     assert run.stdout.count("cpu:fddp mean 2.0") == 2, run.stderr
     assert "No backend of type" not in run.stderr
+
+
+# Ends of processes that have not destroyed their groups
+
+# More callbacks than can be called before the end. Python would end a thread of the backend that
+# calls one later, or that releases a tensor: SIGABRT.
+_PENDING_CALLBACKS = """
+import atexit, os, torch, torch.distributed as dist
+import fddp
+dist.init_process_group("fddp")
+{before}
+size = {size}
+kept = []
+for _ in range(300):
+    work = dist.all_reduce(torch.ones(size), async_op=True)
+    kept.append(work.get_future().then(lambda future: torch.ones(3)))
+messages = [dist.irecv(torch.ones(3), 1 - dist.get_rank(), tag=tag) for tag in range(9)]
+kept += [message.get_future().then(lambda future: torch.ones(3)) for message in messages]
+"""
+# C++ objects may keep a group beyond the interpreter.
+_LEAKED = """
+import ctypes
+for leaked in (dist.group.WORLD, kept):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
+"""
+
+
+def _ends_with_0(tmp_path: Path, program: str) -> str:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    return torchrun(str(script)).stdout
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_pending_callbacks(tmp_path: Path, size: int) -> None:
+    _ends_with_0(tmp_path, _PENDING_CALLBACKS.format(before="", size=size) + _LEAKED)
+
+
+def test_handlers_at_exit_may_use_groups(tmp_path: Path) -> None:
+    before = """
+def end():
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    os.write(1, f"total {total[0].item()}\\n".encode())  # at once
+    dist.destroy_process_group()
+atexit.register(end)
+"""
+    program = _PENDING_CALLBACKS.format(before=before, size=4)
+    assert _ends_with_0(tmp_path, program).count("total 2.0") == 2

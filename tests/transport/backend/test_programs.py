@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -53,10 +52,6 @@ def _ddp(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return _trained(nn.parallel.DistributedDataParallel(_network()))
 
 
-def _replicate(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
-    return _trained(replicate(_network()))
-
-
 def _zero(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     # Not on top: its import warns of a deprecation in torch itself.
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -93,7 +88,7 @@ def _checkpoint(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return [loaded.full_tensor(), loaded.redistribute(placements=[Replicate()]).to_local()]
 
 
-_PROGRAMS = [_ddp, _replicate, _zero, _fsdp_in_shared_memory, _tensor_parallel, _checkpoint]
+_PROGRAMS = [_ddp, _zero, _fsdp_in_shared_memory, _tensor_parallel, _checkpoint]
 
 
 def _over_both(
