@@ -77,6 +77,12 @@ def subgroups_on_rank(rank: int, world_size: int, name: Any) -> None:
                 SyncTimeoutError, match=rf"no response from rank 1 \(global {rank + 1}\)"
             ):
                 last.all_reduce(torch.ones(1)).wait("bucket 0")
+    if world_size == 4:  # a dimension of a mesh is a group
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+        with open_transport(mesh["local"], name, 20) as transport:
+            total = torch.tensor([float(rank)])
+            transport.all_reduce(total).wait("the sum of a host")
+            assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
     dist.barrier()
 
 
@@ -84,20 +90,6 @@ def subgroups_on_rank(rank: int, world_size: int, name: Any) -> None:
 def test_transports_over_overlapping_subgroups(ranks: RankPool, name: str) -> None:
     for world_size in (3, 4):
         ranks.run(world_size, subgroups_on_rank, name)
-
-
-def mesh_on_rank(rank: int, world_size: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
-    for name in ("c10d", "shm"):
-        with open_transport(mesh["local"], name, 20) as transport:
-            assert transport.name == name
-            total = torch.tensor([float(rank)])
-            transport.all_reduce(total).wait("the sum of a host")
-            assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
-
-
-def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:
-    ranks.run(4, mesh_on_rank)
 
 
 def test_a_missing_group_error_names_the_remedies() -> None:

@@ -52,7 +52,9 @@ def use(held: Held) -> None:
 WORKERS: dict[str, Callable[[Held], object]] = {
     "keep": lambda held: None,
     "drop": lambda held: held.clear(),
-    "collect": collect, "close": close, "use": use,
+    "collect": collect,
+    "close": close,
+    "use": use,
 }
 LEAVE: dict[str, Callable[[], object]] = {
     "return": lambda: None,
