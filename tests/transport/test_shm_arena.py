@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 from pathlib import Path
@@ -14,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fddp.native import extension
-from tests.support.crews import MIB, crew_of, run
-from tests.support.process_resources import arena_mappings, open_file_count
+from tests.support.crews import MIB
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,23 +73,6 @@ def test_a_full_arena_gives_none() -> None:
         arena.empty(-1, torch.float32)
     with pytest.raises(ValueError, match=r"number of addressable elements, got \d+"):
         arena.empty(2**62, torch.float64)
-
-
-def test_memory_lives_as_long_as_its_users() -> None:
-    gc.collect()
-    before = arena_mappings(), open_file_count()
-    crew = crew_of(2)
-    tensor = crew.arenas[0].empty(1000, torch.float64)
-    other = torch.empty(1000, dtype=torch.float64)
-    run(crew, "broadcast", [tensor.fill_(2.5), other], src=0)
-    del crew
-    gc.collect()
-    assert arena_mappings() == before[0] + 1
-    view = tensor[10:20]
-    del tensor
-    assert bool((view == 2.5).all())
-    del view
-    assert (arena_mappings(), open_file_count()) == before
 
 
 def test_only_an_arena_is_adopted() -> None:
