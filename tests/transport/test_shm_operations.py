@@ -17,6 +17,7 @@ import torch.distributed as dist
 import fddp
 from fddp.errors import ClosedError
 from fddp.transport import open_transport
+from tests.support.polling import soon
 from tests.support.process_resources import (
     arena_mappings,
     is_shared,
@@ -43,7 +44,8 @@ def closed_on_rank(rank: int, world_size: int) -> None:
     gc.disable()
     del transport, kept
     assert gone() is None
-    assert arena_mappings() == before, (
+    # A thread may still be about to release an operation, or memory of an earlier test.
+    assert soon(lambda: arena_mappings() <= before), (
         "memory goes with its last user, not with the next garbage collection"
     )
     gc.enable()
