@@ -16,6 +16,7 @@ from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
+from tests.support.on_ranks import on_threads
 from tests.support.ranks import Launch, RankPool
 
 DTYPE_NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
@@ -104,17 +105,15 @@ def test_layouts_may_differ_from_rank_to_rank() -> None:
         assert torch.equal(result, rand(4, 4, seed=0))
 
 
-def test_leaves_do_not_share_memory_with_anything() -> None:
-    def run(group: Any) -> None:
-        own = {"a": torch.ones(3), "b": torch.ones(2)}
-        result = fddp.broadcast(own, group=group)
-        result["a"].zero_()
-        assert own["a"].tolist() == [1.0] * 3
-        assert result["b"].tolist() == [1.0] * 2
-        for key, leaf in result.items():
-            assert leaf.untyped_storage().nbytes() == own[key].nbytes
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_leaves_do_not_share_memory_with_anything(group: Any) -> None:
+    own = {"a": torch.ones(3), "b": torch.ones(2)}
+    result = fddp.broadcast(own, group=group)
+    result["a"].zero_()
+    assert own["a"].tolist() == [1.0] * 3
+    assert result["b"].tolist() == [1.0] * 2
+    for key, leaf in result.items():
+        assert leaf.untyped_storage().nbytes() == own[key].nbytes
 
 
 def test_insertion_order_may_differ() -> None:

@@ -20,17 +20,14 @@ from fddp.collectives import communicator as communicators
 from fddp.collectives.communicator import communicator_by_id, communicator_of
 from tests.support.groups import rank_of
 from tests.support.models import rand
+from tests.support.on_ranks import on_processes, on_threads
 from tests.support.polling import soon
-from tests.support.ranks import RankPool
 
 ONE = torch.ones(2)
 
 
-def test_a_group_has_one_communicator() -> None:
-    fddp.loopback(2, one_for_a_group)
-
-
-def one_for_a_group(group: Any) -> None:
+@on_threads(2)
+def test_a_group_has_one_communicator(group: Any) -> None:
     fddp.psum(ONE, group)
     own = communicator_of(group, None)
     fddp.pmean([ONE], group)
@@ -65,11 +62,8 @@ def dist_barrier(group: Any) -> None:
     fddp.broadcast(ONE, group=group)
 
 
-def test_communicators_go_with_their_groups(ranks: RankPool) -> None:
-    ranks.run(2, go_with_groups)
-
-
-def go_with_groups(rank: int, n: int) -> None:
+@on_processes(2)
+def test_communicators_go_with_their_groups(rank: int, n: int) -> None:
     part = dist.new_group([0, 1])
     fddp.psum(ONE, part)
     fddp.psum(ONE)
@@ -98,11 +92,8 @@ def go_with_groups(rank: int, n: int) -> None:
     assert len(communicators._of_groups._made) == known
 
 
-def test_communicators_that_are_dropped(ranks: RankPool) -> None:
-    ranks.run(2, drop)
-
-
-def drop(rank: int, n: int) -> None:
+@on_processes(2)
+def test_communicators_that_are_dropped(rank: int, n: int) -> None:
     fddp.psum(ONE)
     transports = []
     for _ in range(3):
@@ -131,11 +122,8 @@ def test_call_sites_are_the_callers() -> None:
     assert fddp.loopback(1, run) == [[__file__, __file__]]
 
 
-def test_many_trees_at_one_place() -> None:
-    fddp.loopback(2, many_trees)
-
-
-def many_trees(group: Any) -> None:
+@on_threads(2)
+def test_many_trees_at_one_place(group: Any) -> None:
     """Different trees at one call site, whose cached program must not be reused."""
     rank = rank_of(group)
     trees: list[Any] = [
@@ -161,11 +149,8 @@ def many_trees(group: Any) -> None:
                     assert torch.equal(x, 3 * y)
 
 
-def test_a_graph_on_one_rank_and_none_on_the_other(ranks: RankPool) -> None:
-    ranks.run(2, graph_and_none)
-
-
-def graph_and_none(rank: int, n: int) -> None:
+@on_processes(2)
+def test_a_graph_on_one_rank_and_none_on_the_other(rank: int, n: int) -> None:
     """Calls are numbered alike in both, so that the ranks stay in step."""
 
     def step(x: Tensor) -> Tensor:
@@ -178,11 +163,8 @@ def graph_and_none(rank: int, n: int) -> None:
         torch.testing.assert_close(which[rank](x), wanted)
 
 
-def test_an_operator_in_the_loss_of_a_sync() -> None:
-    fddp.loopback(2, in_the_loss)
-
-
-def in_the_loss(group: Any) -> None:
+@on_threads(2)
+def test_an_operator_in_the_loss_of_a_sync(group: Any) -> None:
     """With backward overlapped with buckets: the operator runs in the midst of them."""
     rank = rank_of(group)
     names = [f"w{k}" for k in range(8)]
@@ -218,11 +200,8 @@ def in_the_loss(group: Any) -> None:
         torch.testing.assert_close(grads[name], wanted[name], rtol=1e-10, atol=1e-12)
 
 
-def test_an_operator_in_a_hook() -> None:
-    fddp.loopback(2, in_a_hook)
-
-
-def in_a_hook(group: Any) -> None:
+@on_threads(2)
+def test_an_operator_in_a_hook(group: Any) -> None:
     """A hook may call operators: all ranks run hooks in one order."""
     rank = rank_of(group)
     grads = {"a": torch.full((3,), 1.0 + rank), "b": torch.full((2,), 10.0 * rank)}

@@ -13,6 +13,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 import fddp
 from fddp.testing import check_adjoint, check_gradients, pulling_back
 from tests.support.models import rand
+from tests.support.on_ranks import on_processes
 from tests.support.ranks import RankPool
 
 Tree = Any
@@ -70,11 +71,8 @@ def differentiate_twice(rank: int, n: int) -> None:
         check_gradients(pulling_back(fn), (small, cotangents))
 
 
-def test_complex_numbers(ranks: RankPool) -> None:
-    ranks.run(2, differentiate_complex)
-
-
-def differentiate_complex(rank: int, n: int) -> None:
+@on_processes(2)
+def test_complex_numbers(rank: int, n: int) -> None:
     parts = tree(rank, n), tree(rank, n, seed=1)
     inputs = {name: torch.complex(parts[0][name], parts[1][name]) for name in parts[0]}
     for name, operator in OPERATORS.items():
@@ -89,11 +87,8 @@ def differentiate_complex(rank: int, n: int) -> None:
             check_adjoint(pulling_back(fn), (inputs, fn(inputs)), seed=1)
 
 
-def test_along_axes_of_a_mesh(ranks: RankPool) -> None:
-    ranks.run(4, differentiate_along_axes)
-
-
-def differentiate_along_axes(rank: int, n: int) -> None:
+@on_processes(4)
+def test_along_axes_of_a_mesh(rank: int, n: int) -> None:
     mesh = fddp.Topology(row=2, column=2)
     inputs = tree(rank, 2)
     along: dict[str, Callable[[Tree], Tree]] = {
@@ -112,12 +107,9 @@ def differentiate_along_axes(rank: int, n: int) -> None:
     check_gradients(curved(along["one after the other"]), {"b": inputs["b"]}, mesh=mesh)
 
 
-def test_torchs_own_gradcheck(ranks: RankPool) -> None:
+@on_processes(2)
+def test_torchs_own_gradcheck(rank: int, n: int) -> None:
     """It suffices where an operator's transpose is itself and all ranks move alike."""
-    ranks.run(2, torchs_gradcheck)
-
-
-def torchs_gradcheck(rank: int, n: int) -> None:
     x = rand(3, seed=0, dtype=F64).requires_grad_()
     z = torch.complex(rand(2, seed=1, dtype=F64), rand(2, seed=2, dtype=F64)).requires_grad_()
     for operator in (fddp.psum, fddp.pmean):
@@ -130,11 +122,8 @@ def torchs_gradcheck(rank: int, n: int) -> None:
             torch.autograd.gradgradcheck(fn, point, torch.ones_like(point, requires_grad=True))
 
 
-def test_transforms_and_their_compositions(ranks: RankPool) -> None:
-    ranks.run(2, transform)
-
-
-def transform(rank: int, n: int) -> None:
+@on_processes(2)
+def test_transforms_and_their_compositions(rank: int, n: int) -> None:
     """`pmean(sin)` of all ranks, whose derivatives are known in closed form."""
     xs = [rand(3, seed=seed, dtype=F64) for seed in range(n)]
     x, mean = xs[rank], sum(xs) / n
@@ -180,11 +169,8 @@ def transform(rank: int, n: int) -> None:
     close(vmap(some)(torch.full_like(many, 2.0)), wanted)
 
 
-def test_every_operator_under_vmap(ranks: RankPool) -> None:
-    ranks.run(2, under_vmap)
-
-
-def under_vmap(rank: int, n: int) -> None:
+@on_processes(2)
+def test_every_operator_under_vmap(rank: int, n: int) -> None:
     batch = 3
     trees = [tree(rank, n, seed=seed) for seed in range(batch)]
     stacked = fddp.tree_map(lambda *x: torch.stack(x, 1), *trees)
@@ -205,12 +191,9 @@ def under_vmap(rank: int, n: int) -> None:
         torch.testing.assert_close(found, fddp.tree_map(lambda *x: torch.stack(x, 1), *wanted))
 
 
-def test_forward_mode_twice(ranks: RankPool) -> None:
+@on_processes(2)
+def test_forward_mode_twice(rank: int, n: int) -> None:
     """Forward over forward is forward over reverse, for all operators, and `sync_on_backward`."""
-    ranks.run(2, forward_twice)
-
-
-def forward_twice(rank: int, n: int) -> None:
     at, one, two = (tree(rank, n, seed=seed) for seed in range(3))
     for operator in (*OPERATORS.values(), fddp.sync_on_backward):
         fn = curved(operator)
@@ -241,11 +224,8 @@ def forward_twice(rank: int, n: int) -> None:
     torch.testing.assert_close(found, vmap(jacfwd(jacfwd(gathered)))(many))
 
 
-def test_every_operator_linearized(ranks: RankPool) -> None:
-    ranks.run(2, linearized)
-
-
-def linearized(rank: int, n: int) -> None:
+@on_processes(2)
+def test_every_operator_linearized(rank: int, n: int) -> None:
     """Recorded once, run with several tangents."""
     inputs = tree(rank, n)
     for operator in OPERATORS.values():
@@ -256,11 +236,8 @@ def linearized(rank: int, n: int) -> None:
             torch.testing.assert_close(linear(tangents), jvp(fn, (inputs,), (tangents,))[1])
 
 
-def test_plain_autograd(ranks: RankPool) -> None:
-    ranks.run(2, plain_autograd)
-
-
-def plain_autograd(rank: int, n: int) -> None:
+@on_processes(2)
+def test_plain_autograd(rank: int, n: int) -> None:
     xs = [rand(3, seed=seed, dtype=F64) for seed in range(n)]
     x, mean = xs[rank].clone().requires_grad_(), sum(xs) / n
     tree = {"x": x, "count": torch.tensor([3, rank]), "none": None}
@@ -315,12 +292,9 @@ def unused(rank: int, n: int) -> list[float]:
     return [float(a), float(b), float(moved)]
 
 
-def test_mean_of_losses(ranks: RankPool) -> None:
+@on_processes(2)
+def test_mean_of_losses(rank: int, n: int) -> None:
     """`sync_on_backward` of local losses is `pmean` of losses, and `sync(grads)`."""
-    ranks.run(2, means_of_losses)
-
-
-def means_of_losses(rank: int, n: int) -> None:
     params = {"w": rand(3, seed=0, dtype=F64), "none": None, "step": torch.tensor(True)}
     data = rand(3, seed=1 + rank, dtype=F64)
 
@@ -370,12 +344,9 @@ def means_of_losses(rank: int, n: int) -> None:
     )
 
 
-def test_the_largest(ranks: RankPool) -> None:
+@on_processes(3)
+def test_the_largest(rank: int, n: int) -> None:
     """The derivative of `pmax` is shared equally among those that attain the maximum."""
-    ranks.run(3, largest)
-
-
-def largest(rank: int, n: int) -> None:
     rows = torch.tensor([[1.0, 5.0, 2.0], [4.0, 5.0, 2.0], [3.0, 0.0, 2.0]], dtype=F64)
     shares = torch.tensor([[0.0, 1 / 2, 1 / 3], [1.0, 1 / 2, 1 / 3], [0.0, 0.0, 1 / 3]], dtype=F64)
     x = rows[rank]
@@ -393,12 +364,9 @@ def largest(rank: int, n: int) -> None:
     assert share.item() == (3.0 if rank == 1 else 0.0)
 
 
-def test_beside_torchs_functional_collectives(ranks: RankPool) -> None:
+@on_processes(2)
+def test_beside_torchs_functional_collectives(rank: int, n: int) -> None:
     """The column on torch in the guide's table."""
-    ranks.run(2, beside_torch)
-
-
-def beside_torch(rank: int, n: int) -> None:
     from torch.distributed import _functional_collectives as funcol
 
     group = torch.distributed.group.WORLD

@@ -18,7 +18,8 @@ from fddp.testing import gradients, param_trees
 from tests.support.examples import examples
 from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
-from tests.support.ranks import Launch, RankPool
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks import Launch
 
 FLOATING = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 WHOLE = ["uint8", "int8", "int32", "int64"]
@@ -97,11 +98,8 @@ def expect(found: Any, wanted: Any) -> None:
         assert torch.equal(x, y)
 
 
-def test_bits_that_are_moved_stay(ranks: RankPool) -> None:
-    ranks.run(2, moved_bits)
-
-
-def moved_bits(rank: int, n: int) -> None:
+@on_processes(2)
+def test_bits_that_are_moved_stay(rank: int, n: int) -> None:
     """NaN of any payload, negative zeros, and numbers of kinds that have no sums."""
     bits = torch.tensor([0x7FC00123, -0x80000000, 0x7FFFFFFF, 1], dtype=torch.int32)
     odd = bits.view(torch.float32)
@@ -115,11 +113,8 @@ def moved_bits(rank: int, n: int) -> None:
             assert torch.equal(found.view(torch.uint8), kind.view(torch.uint8))
 
 
-def test_tiles() -> None:
-    fddp.loopback(2, tile)
-
-
-def tile(group: Any) -> None:
+@on_threads(2)
+def test_tiles(group: Any) -> None:
     rank = rank_of(group)
     x = torch.arange(6.0).view(3, 2) + 10 * rank
     with fddp.Communicator(group) as ranks:
@@ -170,11 +165,8 @@ def along_axes(group: Any) -> None:
     )
 
 
-def test_groups_and_device_meshes(ranks: RankPool) -> None:
-    ranks.run(4, groups_and_meshes)
-
-
-def groups_and_meshes(rank: int, n: int) -> None:
+@on_processes(4)
+def test_groups_and_device_meshes(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     one = torch.tensor(10.0**rank)
     assert fddp.psum(one).item() == 1111
@@ -189,11 +181,8 @@ def groups_and_meshes(rank: int, n: int) -> None:
             assert fddp.psum(one, own).item() == 1010
 
 
-def test_plans() -> None:
-    fddp.loopback(2, planned)
-
-
-def planned(group: Any) -> None:
+@on_threads(2)
+def test_plans(group: Any) -> None:
     rank = rank_of(group)
     own = {
         "b": rand(5, seed=rank),
@@ -217,11 +206,8 @@ def planned(group: Any) -> None:
         )
 
 
-def test_results_are_values() -> None:
-    fddp.loopback(2, results_are_values)
-
-
-def results_are_values(group: Any) -> None:
+@on_threads(2)
+def test_results_are_values(group: Any) -> None:
     """Memory of buckets is reused, but never under a result that is still referenced."""
     with fddp.Communicator(group) as ranks:
         held: list[Tensor] = []
@@ -276,11 +262,8 @@ def test_trees_of_any_kind(data: Any) -> None:
         assert same_bits([found, wanted])
 
 
-def test_a_tree_without_leaves() -> None:
-    fddp.loopback(2, nothing)
-
-
-def nothing(group: Any) -> None:
+@on_threads(2)
+def test_a_tree_without_leaves(group: Any) -> None:
     for empty in ({}, [None], {"a": torch.zeros(0)}):
         found = fddp.psum(empty, group)
         assert fddp.tree.pytree.flatten(found)[1] == fddp.tree.pytree.flatten(empty)[1]

@@ -25,6 +25,7 @@ from fddp.collectives.communicator import communicator_of
 from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
 from tests.support.endings import Ending, ending
+from tests.support.on_ranks import on_processes
 from tests.support.process_resources import open_file_count
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
 from tests.support.source_lines import line_of
@@ -216,11 +217,8 @@ def quiet(rank: int, n: int) -> None:
     assert open_file_count() <= descriptors
 
 
-def test_agreeing_ranks_raise_nothing(ranks: RankPool) -> None:
-    ranks.run(2, quiet_once_warm)
-
-
-def quiet_once_warm(rank: int, n: int) -> None:
+@on_processes(2)
+def test_agreeing_ranks_raise_nothing(rank: int, n: int) -> None:
     with fddp.GradSync(W) as sync:  # what torch makes once
         sync(W)
     dist.barrier()

@@ -48,6 +48,7 @@ from tests.support.models import (
     rand,
     same_bits,
 )
+from tests.support.on_ranks import on_threads
 from tests.support.ranks import Launch
 
 EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
@@ -86,27 +87,25 @@ def gradients_during_backward(group: Any, hook: Hook[Any]) -> Any:
         return means, info.total_weight
 
 
-def test_return_values_with_a_hook() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.ones(3)}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            state = sync.init_state()
-            assert len(sync.update(own, state)) == 2
-            assert isinstance(sync.update(own, state, with_info=True)[2], fddp.SyncInfo)
-            step = sync.value_and_grad(lambda p: (p["w"].sum(), "aux"), has_aux=True)
-            (loss, aux), mean, new = step(own, hook_state=state)
-            assert (loss.item(), aux, set(mean)) == (3.0, "aux", {"w"})
-            assert not same_leaves(new, state)
-        for hook in (None, bf16_compress):
-            with fddp.GradSync(own, group=group, hook=hook) as sync:
-                assert sync.init_state() == ()
-                assert sync.update(own, ())[1] == ()
-                step = sync.value_and_grad(lambda p: p["w"].sum())
-                assert len(step(own)) == 2
-                assert step(own, hook_state=())[2] == ()
-                assert set(sync(own)) == set(sync.reduce_(own)) == {"w"}
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_return_values_with_a_hook(group: Any) -> None:
+    own = {"w": torch.ones(3)}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        state = sync.init_state()
+        assert len(sync.update(own, state)) == 2
+        assert isinstance(sync.update(own, state, with_info=True)[2], fddp.SyncInfo)
+        step = sync.value_and_grad(lambda p: (p["w"].sum(), "aux"), has_aux=True)
+        (loss, aux), mean, new = step(own, hook_state=state)
+        assert (loss.item(), aux, set(mean)) == (3.0, "aux", {"w"})
+        assert not same_leaves(new, state)
+    for hook in (None, bf16_compress):
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            assert sync.init_state() == ()
+            assert sync.update(own, ())[1] == ()
+            step = sync.value_and_grad(lambda p: p["w"].sum())
+            assert len(step(own)) == 2
+            assert step(own, hook_state=())[2] == ()
+            assert set(sync(own)) == set(sync.reduce_(own)) == {"w"}
 
 
 @pytest.mark.parametrize("hook", [*EXACT, chain(Same(), top_k(1.0))], ids=name_of)
@@ -251,62 +250,54 @@ def test_late_gradients_travel_as_they_are() -> None:
 # Units of weight
 
 
-def test_a_float16_bucket_that_is_reduced_again_keeps_its_state() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.tensor([300.0, 2.0], dtype=torch.float16)}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            first, state = sync.update(own, sync.init_state())
-            assert first["w"].tolist() == [300.0, 0.0]
-            second, kept = sync.update(own, state, weight=1e4)  # too much for the unit of 1
-            assert second["w"].tolist() == [300.0, 2.0]
-            assert same_leaves(kept, state)
-            _, third = sync.update(own, kept, weight=1e4)
-            assert not same_leaves(third, state)
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_a_float16_bucket_that_is_reduced_again_keeps_its_state(group: Any) -> None:
+    own = {"w": torch.tensor([300.0, 2.0], dtype=torch.float16)}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        first, state = sync.update(own, sync.init_state())
+        assert first["w"].tolist() == [300.0, 0.0]
+        second, kept = sync.update(own, state, weight=1e4)  # too much for the unit of 1
+        assert second["w"].tolist() == [300.0, 2.0]
+        assert same_leaves(kept, state)
+        _, third = sync.update(own, kept, weight=1e4)
+        assert not same_leaves(third, state)
 
 
 @pytest.mark.parametrize("hook", [fp16_compress, chain(power_sgd(100), fp16_compress)])
-def test_weights_that_float16_can_not_bear_cost_time_and_no_bits(hook: Hook[Any]) -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.tensor([[300.0, -1.0]] * 2)}
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
-            state = sync.init_state()
-            for heavy in (1.0, 1e6, 1e6, 1e-3, 1e-3):
-                mean, state = sync.update(own, state, weight=heavy * (1 + group.rank))
-                assert torch.allclose(mean["w"], own["w"], rtol=2e-3)
-
-    fddp.loopback(2, run)
-
-
-def test_between_hosts_such_weights_are_an_error_once() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.tensor([300.0, -1.0, 2.0, 3.0])}
-        sync = fddp.GradSync(
-            own, group=group, mesh=MESH, algorithm="hierarchical", hook=fp16_compress
-        )
-        with sync:
-            with pytest.raises(
-                fddp.WeightError, match=r"mean weight is 1000000.0 where fp16_compress was scaled"
-            ):
-                sync(own, weight=1e6)
-            # Rounded once to float16, since 1e6 is not the power of two that is the unit.
-            assert torch.allclose(sync(own, weight=1e6)["w"], own["w"], rtol=2.0**-11, atol=0.0)
-
-    fddp.loopback(4, run)
+@on_threads(2)
+def test_weights_that_float16_can_not_bear_cost_time_and_no_bits(
+    group: Any, hook: Hook[Any]
+) -> None:
+    own = {"w": torch.tensor([[300.0, -1.0]] * 2)}
+    with fddp.GradSync(own, group=group, hook=hook) as sync:
+        state = sync.init_state()
+        for heavy in (1.0, 1e6, 1e6, 1e-3, 1e-3):
+            mean, state = sync.update(own, state, weight=heavy * (1 + group.rank))
+            assert torch.allclose(mean["w"], own["w"], rtol=2e-3)
 
 
-def test_a_nonfinite_step_keeps_the_state() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.tensor([1.0, 5.0])}
-        bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            _, state = sync.update(own, sync.init_state())
-            mean, kept = sync.update(bad, state)
-            assert mean["w"].isnan().any()
-            assert same_leaves(kept, state)
+@on_threads(4)
+def test_between_hosts_such_weights_are_an_error_once(group: Any) -> None:
+    own = {"w": torch.tensor([300.0, -1.0, 2.0, 3.0])}
+    sync = fddp.GradSync(own, group=group, mesh=MESH, algorithm="hierarchical", hook=fp16_compress)
+    with sync:
+        with pytest.raises(
+            fddp.WeightError, match=r"mean weight is 1000000.0 where fp16_compress was scaled"
+        ):
+            sync(own, weight=1e6)
+        # Rounded once to float16, since 1e6 is not the power of two that is the unit.
+        assert torch.allclose(sync(own, weight=1e6)["w"], own["w"], rtol=2.0**-11, atol=0.0)
 
-    fddp.loopback(2, run)
+
+@on_threads(2)
+def test_a_nonfinite_step_keeps_the_state(group: Any) -> None:
+    own = {"w": torch.tensor([1.0, 5.0])}
+    bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        _, state = sync.update(own, sync.init_state())
+        mean, kept = sync.update(bad, state)
+        assert mean["w"].isnan().any()
+        assert same_leaves(kept, state)
 
 
 # Plans
@@ -332,35 +323,31 @@ def test_plans_stay_where_a_hook_keeps_state(hook: Hook[Any], rebuilds: bool) ->
     assert fddp.loopback(2, run) == [[registered, *[arrived if rebuilds else registered] * 2]] * 2
 
 
-def test_stateful_hook_forbids_a_plan_change() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.ones(4)}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            step = sync.value_and_grad(lambda p: p["w"].sum())
-            state = sync.init_state()
-            with pytest.raises(ValueError, match="plan can't change under error_feedback"):
-                sync.tune(lambda: step(own, hook_state=state))
-            step(own, hook_state=state)
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_stateful_hook_forbids_a_plan_change(group: Any) -> None:
+    own = {"w": torch.ones(4)}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        step = sync.value_and_grad(lambda p: p["w"].sum())
+        state = sync.init_state()
+        with pytest.raises(ValueError, match="plan can't change under error_feedback"):
+            sync.tune(lambda: step(own, hook_state=state))
+        step(own, hook_state=state)
 
 
 # What goes wrong
 
 
-def test_missing_hook_state_is_refused() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.ones(4)}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            step = sync.value_and_grad(lambda p: p["w"].sum())
-            for call in (sync, sync.reduce_):
-                with pytest.raises(ValueError, match=r"pass the state on by update\(grads, state"):
-                    call(own)
-            with pytest.raises(ValueError, match="pass the state on by hook_state="):
-                step(own)
-            sync.update(own, sync.init_state())
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_missing_hook_state_is_refused(group: Any) -> None:
+    own = {"w": torch.ones(4)}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        step = sync.value_and_grad(lambda p: p["w"].sum())
+        for call in (sync, sync.reduce_):
+            with pytest.raises(ValueError, match=r"pass the state on by update\(grads, state"):
+                call(own)
+        with pytest.raises(ValueError, match="pass the state on by hook_state="):
+            step(own)
+        sync.update(own, sync.init_state())
 
 
 def _wrong_states(state: Any) -> dict[str, tuple[Any, str]]:
@@ -397,16 +384,14 @@ def hand_in_wrong(group: Any, case: int) -> str:
         return type(caught.value).__name__
 
 
-def test_state_where_there_is_no_hook() -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.ones(4)}
-        for hook in (None, bf16_compress):
-            with fddp.GradSync(own, group=group, hook=hook) as sync:
-                with pytest.raises(fddp.TreeMismatchError, match="no hook keeps state"):
-                    sync.update(own, ({"residual": torch.zeros(4)},))
-                sync.update(own, ())
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_state_where_there_is_no_hook(group: Any) -> None:
+    own = {"w": torch.ones(4)}
+    for hook in (None, bf16_compress):
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            with pytest.raises(fddp.TreeMismatchError, match="no hook keeps state"):
+                sync.update(own, ({"residual": torch.zeros(4)},))
+            sync.update(own, ())
 
 
 @pytest.mark.parametrize("hook", [top_k(0.3), power_sgd(1), Halves()], ids=name_of)
@@ -542,13 +527,9 @@ def test_set_hook_carries_state_from_step_to_step() -> None:
         assert plain.tolist() == [4.0, 3.0]
 
 
-def test_set_hook_compares_hooks() -> None:
-    def run(group: Any) -> None:
-        with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
-            with pytest.raises(
-                fddp.PlanMismatchError, match=r"the hook is Int8.* on rank 0 and None"
-            ):
-                sync._engine.set_hook(None if group.rank else int8())
-            sync._engine.set_hook(int8())
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_set_hook_compares_hooks(group: Any) -> None:
+    with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+        with pytest.raises(fddp.PlanMismatchError, match=r"the hook is Int8.* on rank 0 and None"):
+            sync._engine.set_hook(None if group.rank else int8())
+        sync._engine.set_hook(int8())

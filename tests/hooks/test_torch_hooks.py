@@ -35,6 +35,7 @@ from fddp.hooks import (
 )
 from tests.support.hook_models import SMALL, grads, late_loss, params
 from tests.support.models import largest_difference, rand, same_bits
+from tests.support.on_ranks import on_threads
 from tests.support.ranks import Launch, RankPool
 
 STEPS = 4
@@ -331,31 +332,27 @@ def test_buckets_are_hooked_in_order() -> None:
 
 
 @pytest.mark.parametrize("weights", [(1.0, 2.0), (1.0, 0.0)])
-def test_weights_that_differ_are_an_error_on_every_rank(weights: tuple[float, float]) -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.ones(3)}
-        hook = TorchHook(None, debugging_hooks.noop_hook)
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
-            with pytest.raises(
-                fddp.WeightError, match=r"TorchHook\(noop_hook\) divides by the num"
-            ):
-                sync(own, weight=weights[group.rank])
-            assert torch.equal(sync(own)["w"], own["w"])
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_weights_that_differ_are_an_error_on_every_rank(
+    group: Any, weights: tuple[float, float]
+) -> None:
+    own = {"w": torch.ones(3)}
+    hook = TorchHook(None, debugging_hooks.noop_hook)
+    with fddp.GradSync(own, group=group, hook=hook) as sync:
+        with pytest.raises(fddp.WeightError, match=r"TorchHook\(noop_hook\) divides by the num"):
+            sync(own, weight=weights[group.rank])
+        assert torch.equal(sync(own)["w"], own["w"])
 
 
 @pytest.mark.parametrize("weight", [3.0, 1e-6, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_equal_weights_do_not_show(weight: float, dtype: torch.dtype) -> None:
-    def run(group: Any) -> None:
-        own = {"w": torch.tensor([1.0 + group.rank, 1000.0], dtype=dtype)}
-        hook = TorchHook(None, debugging_hooks.noop_hook)
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
-            for heavy in (weight, weight, 1.0):
-                assert torch.equal(sync(own, weight=heavy)["w"], own["w"])
-
-    fddp.loopback(2, run)
+@on_threads(2)
+def test_equal_weights_do_not_show(group: Any, weight: float, dtype: torch.dtype) -> None:
+    own = {"w": torch.tensor([1.0 + group.rank, 1000.0], dtype=dtype)}
+    hook = TorchHook(None, debugging_hooks.noop_hook)
+    with fddp.GradSync(own, group=group, hook=hook) as sync:
+        for heavy in (weight, weight, 1.0):
+            assert torch.equal(sync(own, weight=heavy)["w"], own["w"])
 
 
 @pytest.mark.parametrize("eager_bytes", [1, 2**20])
