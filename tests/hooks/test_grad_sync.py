@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.functional import embedding
 
 import fddp
@@ -19,6 +21,7 @@ from fddp.hooks import (
     Future,
     Hook,
     HookError,
+    TorchHook,
     allreduce,
     bf16_compress,
     chain,
@@ -106,35 +109,6 @@ def test_return_values_with_a_hook(group: Any) -> None:
             assert len(step(own)) == 2
             assert step(own, hook_state=())[2] == ()
             assert set(sync(own)) == set(sync.reduce_(own)) == {"w"}
-
-
-@pytest.mark.parametrize("hook", [*EXACT, chain(Same(), top_k(1.0))], ids=name_of)
-def test_hierarchical(launch: Launch, hook: Hook[Any]) -> None:
-    runs = launch(4, hierarchical, hook)
-    wanted = [weighted_sum([grads(r, n) for r in range(4)], [0.25] * 4) for n in range(3)]
-    for means in runs:
-        assert max(map(largest_difference, means, wanted)) < 1e-12
-    assert same_bits(runs)
-
-
-def hierarchical(group: Any, hook: Hook[Any]) -> Any:
-    options: dict[str, Any] = {"mesh": MESH, "algorithm": "hierarchical"}
-    with fddp.GradSync(params(), group=group, hook=hook, **options, **SMALL) as sync:
-        state, means = sync.init_state(), []
-        for n in range(3):
-            mean, state = sync.update(grads(sync.rank, n), state)
-            means.append(mean)
-        return means
-
-
-@pytest.mark.parametrize("hook", [top_k(1.0), power_sgd(100)], ids=name_of)
-def test_flat_over_several_axes(hook: Hook[Any]) -> None:
-    def run(group: Any) -> Any:
-        with fddp.GradSync(params(), group=group, mesh=MESH, hook=hook, **SMALL) as sync:
-            return sync.update(grads(sync.rank, 0), sync.init_state())[0]
-
-    wanted = weighted_sum([grads(r, 0) for r in range(4)], [0.25] * 4)
-    assert all(largest_difference(mean, wanted) < 1e-12 for mean in fddp.loopback(4, run))
 
 
 def test_hierarchical_hooks_see_this_ranks_shard_in_the_group_along_the_outer_axis() -> None:
@@ -289,21 +263,13 @@ def test_between_hosts_such_weights_are_an_error_once(group: Any) -> None:
         assert torch.allclose(sync(own, weight=1e6)["w"], own["w"], rtol=2.0**-11, atol=0.0)
 
 
-@on_threads(2)
-def test_a_nonfinite_step_keeps_the_state(group: Any) -> None:
-    own = {"w": torch.tensor([1.0, 5.0])}
-    bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
-    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-        _, state = sync.update(own, sync.init_state())
-        mean, kept = sync.update(bad, state)
-        assert mean["w"].isnan().any()
-        assert same_leaves(kept, state)
-
-
 # Plans
 
 
-@pytest.mark.parametrize(("hook", "rebuilds"), [(bf16_compress, True), (top_k(0.5), False)])
+NEW_PLANS = [(bf16_compress, True), (TorchHook(None, noop_hook), True), (top_k(0.5), False)]
+
+
+@pytest.mark.parametrize(("hook", "rebuilds"), NEW_PLANS)
 def test_plans_stay_where_a_hook_keeps_state(hook: Hook[Any], rebuilds: bool) -> None:
     own = {"used last": rand(40, 40, seed=0), "used first": rand(40, 40, seed=1)}
 
@@ -350,38 +316,40 @@ def test_missing_hook_state_is_refused(group: Any) -> None:
         sync.update(own, sync.init_state())
 
 
-def _wrong_states(state: Any) -> dict[str, tuple[Any, str]]:
-    (inner, *others) = state
-    return {
-        "is a tuple of 3, one for each bucket, got 2": (state[:2], ""),
-        "one for each bucket, got a list": (list(state), ""),
-        r"for bucket 0 has the leaves \['residual'\]": (({"residual": 1}, *others), ""),
-        r"has a float64 tensor of shape \(1,\) on cpu as leaf 'residual', expected a float64": (
-            ({**inner, "residual": torch.zeros(1, dtype=torch.float64)}, *others),
-            "",
-        ),
-        "has a int as leaf 'residual', expected a": (({**inner, "residual": 1}, *others), ""),
-    }
+WRONG_STATES: dict[str, Any] = {
+    "is a tuple of 3, one for each bucket, got 2": lambda state: state[:2],
+    "one for each bucket, got a list": list,
+    r"for bucket 0 has the leaves \['residual'\]": lambda state: ({"residual": 1}, *state[1:]),
+    r"has a float64 tensor of shape \(1,\) on cpu as leaf 'residual', expected a float64": (
+        lambda state: (state[0] | {"residual": torch.zeros(1, dtype=torch.float64)}, *state[1:])
+    ),
+    "has a int as leaf 'residual', expected a": (
+        lambda state: (state[0] | {"residual": 1}, *state[1:])
+    ),
+}
 
 
-@pytest.mark.parametrize("case", range(5))
-def test_a_state_that_does_not_fit(launch: Launch, case: int) -> None:
-    assert launch(2, hand_in_wrong, case) == ["TreeMismatchError", "PeerError"]
+def test_a_state_that_does_not_fit(launch: Launch) -> None:
+    assert launch(2, hand_in_wrong) == [
+        [name] * len(WRONG_STATES) for name in ("TreeMismatchError", "PeerError")
+    ]
 
 
-def hand_in_wrong(group: Any, case: int) -> str:
+def hand_in_wrong(group: Any) -> list[str]:
     own = {f"w{i}": torch.ones(200, dtype=torch.float64) for i in range(3)}
+    found = []
     with fddp.GradSync(own, group=group, hook=top_k(0.5), **SMALL) as sync:
         state = sync.init_state()
         assert len(state) == 3
-        pattern, (wrong, _) = list(_wrong_states(state).items())[case]
-        given = wrong if sync.rank == 0 else state
-        with pytest.raises(fddp.FddpError, match=pattern) as caught:
-            sync.update(own, given)
-        with pytest.raises(fddp.FddpError, match=pattern):
-            sync.value_and_grad(lambda p: p["w0"].sum())(own, hook_state=given)
-        sync.update(own, state)
-        return type(caught.value).__name__
+        for pattern, spoil in WRONG_STATES.items():
+            given = spoil(state) if sync.rank == 0 else state
+            with pytest.raises(fddp.FddpError, match=pattern) as caught:
+                sync.update(own, given)
+            with pytest.raises(fddp.FddpError, match=pattern):
+                sync.value_and_grad(lambda p: p["w0"].sum())(own, hook_state=given)
+            sync.update(own, state)
+            found.append(type(caught.value).__name__)
+    return found
 
 
 @on_threads(2)
@@ -408,18 +376,6 @@ def test_a_failed_step_keeps_the_state(hook: Hook[Any]) -> None:
     for (mean, state), (other, other_state) in zip(smooth, bumpy, strict=True):
         assert same_bits([mean, other])
         assert same_leaves(state, other_state)
-
-
-def test_ranks_compare_hooks() -> None:
-    def run(group: Any) -> str:
-        hook = top_k(0.1 * (1 + group.rank))
-        with pytest.raises(fddp.PlanMismatchError) as caught:
-            fddp.GradSync({"w": torch.ones(4)}, group=group, hook=hook)
-        return str(caught.value)
-
-    for text in fddp.loopback(2, run):
-        assert "hook is error_feedback(TopK(fraction=0.1)) on rank 0 and " in text
-        assert "TopK(fraction=0.2)) on rank 1; pass the same hook" in text
 
 
 def test_a_function_is_no_hook() -> None:
@@ -478,24 +434,33 @@ def test_hooks_that_return_no_result() -> None:
 
 
 def test_a_hook_that_raises_on_one_rank_does_not_leave_the_others_waiting(launch: Launch) -> None:
-    assert launch(2, raise_on_one, 5.0) == ["ArithmeticError", "RankLostError"]
+    """Its next collective does not match the one that the others wait for."""
+    for index in (0, 1):
+        own, *others = launch(3, raise_on_one, index)
+        assert own[:2] == ("ArithmeticError", None)
+        assert [kind for kind, *_ in others] == ["RankLostError"] * 2
+        assert [ranks for _, ranks, _ in others] == [(0,)] * 2
+        assert all(took_s < 15.0 for *_, took_s in others), "half of the timeout"
 
 
-def raise_on_one(group: Any, timeout_s: float) -> str:
-    own = {"w": torch.ones(4)}
-
+def raise_on_one(group: Any, index: int) -> Any:
     class OnRank(Same):
         def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
-            if all_reduce.rank == 0:
+            if all_reduce.rank == 0 and bucket.spec.index == index:
                 raise ArithmeticError("no root")
             return super().apply(state, bucket, all_reduce)
 
-    with fddp.GradSync(own, group=group, hook=OnRank(), timeout_s=timeout_s) as sync:
-        with pytest.raises((ArithmeticError, fddp.FddpError)) as caught:
-            sync(own)
-        with pytest.raises(fddp.ClosedError):
-            sync(own)
-    return type(caught.value).__name__
+    options: Any = {"group": group, "timeout_s": 30.0, **SMALL}
+    sync = fddp.GradSync(mlp(), hook=OnRank(), **options)
+    begin_s = time.perf_counter()
+    with pytest.raises((ArithmeticError, fddp.FddpError)) as caught:
+        sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
+    took_s = time.perf_counter() - begin_s
+    with fddp.GradSync(mlp(), **options) as again:  # while a debugger might hold the error
+        again.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
+    with pytest.raises(fddp.ClosedError):
+        sync(mlp())
+    return type(caught.value).__name__, getattr(caught.value, "ranks", None), took_s
 
 
 # The engine's own state, as the wrapper uses it
@@ -528,8 +493,14 @@ def test_set_hook_carries_state_from_step_to_step() -> None:
 
 
 @on_threads(2)
-def test_set_hook_compares_hooks(group: Any) -> None:
-    with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+def test_ranks_compare_hooks(group: Any) -> None:
+    own, rank = {"w": torch.ones(4)}, group.rank
+    differ = (
+        r"hook is error_feedback\(TopK\(fraction=0.1\)\) on rank 0 and .*0.2\)\) on rank 1; pass"
+    )
+    with pytest.raises(fddp.PlanMismatchError, match=differ):
+        fddp.GradSync(own, group=group, hook=top_k(0.1 * (1 + rank)))
+    with fddp.GradSync(own, group=group) as sync:
         with pytest.raises(fddp.PlanMismatchError, match=r"the hook is Int8.* on rank 0 and None"):
-            sync._engine.set_hook(None if group.rank else int8())
+            sync._engine.set_hook(None if rank else int8())
         sync._engine.set_hook(int8())

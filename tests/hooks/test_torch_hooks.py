@@ -114,39 +114,31 @@ def run_power_sgd(rank: int, world_size: int, wrap: bool) -> Any:
     )
 
 
+def beside_the_mean(rank: int, world_size: int, make: Callable[[], TorchHook]) -> Any:
+    return gradients_under(None), gradients_under(make())
+
+
+def full_rank() -> TorchHook:
+    world, own = dist.group.WORLD, powerSGD_hook.powerSGD_hook
+    state = powerSGD_hook.PowerSGDState(world, 30, start_powerSGD_iter=2, min_compression_rate=0.01)
+    return TorchHook(state, own)
+
+
 def test_power_sgd_of_full_rank_is_the_mean(ranks: RankPool) -> None:
-    for plain, compressed in ranks.run(2, run_full_rank):
+    for plain, compressed in ranks.run(2, beside_the_mean, full_rank):
         assert largest(plain, compressed) < 1e-5
 
 
-def run_full_rank(rank: int, world_size: int) -> Any:
-    state = powerSGD_hook.PowerSGDState(
-        dist.group.WORLD, 30, start_powerSGD_iter=2, min_compression_rate=0.01
-    )
-    return gradients_under(None), gradients_under(TorchHook(state, powerSGD_hook.powerSGD_hook))
+def local_after_two_steps() -> TorchHook:
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, 2)
+    return TorchHook(state, post_localSGD_hook.post_localSGD_hook)
 
 
 def test_post_local_sgd(ranks: RankPool) -> None:
-    for rank, (plain, local) in enumerate(ranks.run(2, run_post_local_sgd)):
+    for rank, (plain, local) in enumerate(ranks.run(2, beside_the_mean, local_after_two_steps)):
         assert same_bits([plain[:2], local[:2]])
         assert largest(local[2:], own_grads(rank)[2:]) == 0.0
-
-
-def run_post_local_sgd(rank: int, world_size: int) -> Any:
-    alone, _ = dist.new_subgroups(1)
-    state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, 2)
-    return gradients_under(None), gradients_under(
-        TorchHook(state, post_localSGD_hook.post_localSGD_hook)
-    )
-
-
-def test_noop_hook(ranks: RankPool) -> None:
-    for rank, own in enumerate(ranks.run(2, run_no_op)):
-        assert largest(own, own_grads(rank)) == 0.0
-
-
-def run_no_op(rank: int, world_size: int) -> Any:
-    return gradients_under(TorchHook(None, debugging_hooks.noop_hook))
 
 
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
@@ -168,7 +160,7 @@ def run_quantization(rank: int, world_size: int, name: str) -> Any:
 
     hook = TorchHook(dist.group.WORLD, getattr(quantization_hooks, name))
     with mock.patch.object(dist, "all_gather", Stacked):
-        return gradients_under(None), gradients_under(hook)
+        return beside_the_mean(rank, world_size, lambda: hook)
 
 
 class Descent:
@@ -485,17 +477,3 @@ def test_places_where_such_a_hook_has_no_meaning() -> None:
         ValueError, match="over all ranks by itself, so that it needs algorithm='al"
     ):
         fddp.loopback(4, lambda group: run(group, host=2, local=2))
-
-
-def test_plans_are_rebuilt() -> None:
-    own = {"used last": rand(40, 40, seed=0), "used first": rand(40, 40, seed=1)}
-
-    def run(group: Any) -> bool:
-        hook = TorchHook(None, debugging_hooks.noop_hook)
-        with fddp.GradSync(own, group=group, hook=hook, **SMALL) as sync:
-            before = sync.plan
-            x = rand(2, 40, seed=2)
-            sync.value_and_grad(lambda p: (x @ p["used first"] @ p["used last"]).sum())(own)
-            return sync.plan != before
-
-    assert fddp.loopback(1, run) == [True]
