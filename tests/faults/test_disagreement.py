@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fddp
 from fddp.collectives.communicator import communicator_of
-from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
 from tests.support.endings import Ending, ending
 from tests.support.on_ranks import on_processes
@@ -32,6 +31,7 @@ from tests.support.source_lines import line_of
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
+OVER_BOTH = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
     return seen
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@OVER_BOTH
 def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> None:
     first, second = ranks.run(2, waiting, transport, "swapped")
     one = "waiting for bucket 0 (w) of step 1 of GradSync #1"
@@ -143,7 +143,7 @@ def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> 
     assert f"rank 1: {two}" in second.text
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@OVER_BOTH
 def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     """The error names its line, and its last finished operation."""
     seen, _ = ranks.run(2, waiting, transport, "busy")
@@ -184,52 +184,34 @@ def test_threads_raise_equal_errors() -> None:
         assert "bucket 0 (w) of step 1 of GradSync #2" in seen.text
 
 
-def different_operations(rank: int, n: int) -> Ending:
-    """By the transport itself, on which nothing compares calls beforehand."""
-    with open_transport(None, "c10d", 1.5) as transport:
-        buffer = torch.ones(4)
-        start = transport.all_gather_in_place if rank else transport.reduce_scatter
-        work = start(buffer)
-        return ending(lambda: work.wait("the sum"))
-
-
-def test_different_operations_over_gloo(ranks: RankPool) -> None:
-    for seen in ranks.run(2, different_operations):
-        assert seen.kinds[0] == "DesyncError", seen
-        assert "rank 0 reduce_scatter of torch.float32 (4,)" in seen.text
-        assert "rank 1 all_gather of torch.float32 (4,)" in seen.text
-
-
-def quiet(rank: int, n: int) -> None:
+@on_processes(2)
+def test_agreeing_ranks_raise_nothing(rank: int, n: int) -> None:
     """Without a failure no rank asks or answers, and no resources remain."""
+    with fddp.GradSync(W) as sync:  # what torch makes once
+        sync(W)
+    dist.barrier()
     descriptors = open_file_count()
     with fddp.GradSync(W, timeout_s=4.0) as sync:
-        board = sync._engine.transport.status.board
+        board: Any = sync._engine.transport.status.board
         for _ in range(3):
             sync(W)
             time.sleep(0.6 * rank)  # within a quarter of the time limit
-        assert not board._store.check(["questions"]) or board._store.add("questions", 0) == 0  # type: ignore[attr-defined]
-        assert not board._store.check([f"answer/{rank}"])  # type: ignore[attr-defined]
-        thread = board._responder._thread  # type: ignore[attr-defined]
+        assert not board._store.check(["questions"]) or board._store.add("questions", 0) == 0
+        assert not board._store.check([f"answer/{rank}"])
+        thread = board._responder._thread
         assert thread.is_alive()
     thread.join(10.0)
     assert not thread.is_alive()
     assert open_file_count() <= descriptors
 
 
-@on_processes(2)
-def test_agreeing_ranks_raise_nothing(rank: int, n: int) -> None:
-    with fddp.GradSync(W) as sync:  # what torch makes once
-        sync(W)
-    dist.barrier()
-    quiet(rank, n)
-
-
 # Operators in loss functions
 
 
-def failing_beside_operators(rank: int, n: int, transport: Any) -> list[Any]:
-    outcome: list[Any] = []
+@OVER_BOTH
+@on_processes(3)
+def test_a_rank_that_fails_beside_an_operator(rank: int, n: int, transport: Any) -> None:
+    """The others get the error in the operator, long before its timeout, and all continue."""
     with fddp.GradSync(W, transport=transport, timeout_s=30.0) as sync:
 
         def loss(params: Any, x: float) -> torch.Tensor:
@@ -239,72 +221,41 @@ def failing_beside_operators(rank: int, n: int, transport: Any) -> list[Any]:
             return (mean + fddp.pmean(params["w"] * x)).sum()
 
         step = sync.value_and_grad(loss)
-        for x in (1.0, 10.0, 2.0):
-            begin_s = time.perf_counter()
-            seen = ending(lambda: outcome.append(step(W, x + rank)[1]["w"].tolist()))  # noqa: B023
-            outcome.append((seen, time.perf_counter() - begin_s))
-    return outcome
+        assert step(W, 1.0 + rank)[1]["w"].tolist() == pytest.approx([4.0] * 3)
+        begin_s = time.perf_counter()
+        seen = ending(lambda: step(W, 10.0 + rank))
+        assert time.perf_counter() - begin_s < 10.0
+        assert step(W, 2.0 + rank)[1]["w"].tolist() == pytest.approx([6.0] * 3)
+    if rank == 1:
+        assert seen.kinds[0] == "ArithmeticError"
+    else:
+        assert seen.kinds[0] == "PeerError"
+        assert "pmean of 1 leaf ('')" in seen.text
+        assert "rank 1 failed: ArithmeticError: a bad batch in step 1 of GradSync #" in seen.text
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_rank_that_fails_beside_an_operator(ranks: RankPool, transport: str) -> None:
-    """The others get the error in the operator, long before its timeout, and all continue."""
-    for rank, outcome in enumerate(ranks.run(3, failing_beside_operators, transport)):
-        first, _, (seen, took_s), last, _ = outcome
-        assert first == pytest.approx([4.0] * 3)
-        assert last == pytest.approx([6.0] * 3)
-        assert took_s < 10.0
-        if rank == 1:
-            assert seen.kinds[0] == "ArithmeticError"
-        else:
-            assert seen.kinds[0] == "PeerError"
-            assert "pmean of 1 leaf ('')" in seen.text
-            assert (
-                "rank 1 failed: ArithmeticError: a bad batch in step 1 of GradSync #" in seen.text
-            )
-
-
-def operator_on_one_rank(group: Any, transport: str) -> list[Any]:
-    """Rank 1 alone calls an operator in its loss, until the step's time is over on the others."""
-    outcome: list[Any] = [fddp.pmean(W, group)["w"].tolist()]
+@OVER_BOTH
+@on_processes(3)
+def test_operators_work_after_an_abandoned_step_on_processes(
+    rank: int, n: int, transport: Any
+) -> None:
+    """Rank 1 alone calls an operator in its loss, until the step's time is over on the others. All
+    open anew what it has left half way through a call of its own."""
+    group = dist.new_group(list(range(n)))  # others may keep using the default one
+    assert fddp.pmean(W, group)["w"].tolist() == W["w"].tolist()
     with fddp.GradSync(W, group=group, transport=transport, timeout_s=LATE_S) as sync:
-        rank = sync.rank
 
         def loss(params: Any) -> torch.Tensor:
             own = params["w"] * 1.0
             return (fddp.pmean(own, group) if rank == 1 else own).sum()
 
         begin_s = time.perf_counter()
-        outcome.append(ending(lambda: sync.value_and_grad(loss)(W)))
-        outcome.append(time.perf_counter() - begin_s)
-    for number in (1.0, 2.0):
-        outcome.append(fddp.pmean(torch.tensor(rank + number), group).item())
-    return outcome
-
-
-def operator_on_one_process(rank: int, n: int, transport: str) -> list[Any]:
-    group = dist.new_group(list(range(n)))  # others may keep using the default one
-    return operator_on_one_rank(group, transport)
-
-
-def check_operator_on_one_rank(told_of: list[list[Any]]) -> None:
-    for first, seen, took_s, *means in told_of:
-        assert first == W["w"].tolist()
+        seen = ending(lambda: sync.value_and_grad(loss)(W))
+        # Not the operator's time, which is that of its group.
+        assert time.perf_counter() - begin_s < LATE_S + 5.0
         assert seen.kinds[0] == "SyncTimeoutError"
-        assert took_s < LATE_S + 5.0  # not the operator's time, which is that of its group
-        assert means == [2.0, 3.0]
-
-
-def test_operators_work_after_an_abandoned_step() -> None:
-    """All ranks open anew what one has left half way through a call of its own."""
-    check_operator_on_one_rank(fddp.loopback(3, operator_on_one_rank, "auto", timeout_s=60.0))
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_operators_work_after_an_abandoned_step_on_processes(
-    ranks: RankPool, transport: str
-) -> None:
-    check_operator_on_one_rank(ranks.run(3, operator_on_one_process, transport))
+    means = [fddp.pmean(torch.tensor(rank + number), group).item() for number in (1.0, 2.0)]
+    assert means == [2.0, 3.0]
 
 
 # Calls of one sync that ranks swap
@@ -327,42 +278,23 @@ CALLS: dict[str, Any] = {
 PAIRS = [("step", "uneven"), ("set_hook", "step"), ("step", "tune"), ("tune", "uneven")]
 
 
-def swap_calls(rank: int, n: int, transport: Any, deterministic: bool) -> list[Ending]:
-    seen = []
-    for pair in PAIRS:
-        options: Any = {"transport": transport, "deterministic": deterministic}
-        with fddp.GradSync(BIG, timeout_s=1.0, **options) as sync:
-            sync(BIG)
-            seen.append(ending(lambda: CALLS[pair[rank]](sync)))  # noqa: B023
-        dist.barrier()
-    return seen
-
-
 CAPS = ("bucket_cap_mb", "first_bucket_mb")
 LEAVES = {f"w{i}": torch.ones(300) for i in range(6)}
 
 
-def swap_amid_buckets(rank: int, n: int, transport: Any) -> list[Ending]:
+@OVER_BOTH
+@on_processes(3)
+def test_swapped_calls_amid_buckets(rank: int, n: int, transport: Any) -> None:
     """A rank in a step of six buckets waits for the last one first, whose word it needs."""
-    seen = []
     for pair in ("step", "set_hook"), ("set_hook", "step"):
         options: Any = {"transport": transport, **dict.fromkeys(CAPS, 0.0011)}
         with fddp.GradSync(LEAVES, timeout_s=1.0, **options) as sync:
             assert len(sync.plan.buckets) == 6
             calls = {"step": lambda: sync(LEAVES), "set_hook": lambda: sync._engine.set_hook(None)}
-            seen.append(ending(calls[pair[rank % 2]]))
+            seen = ending(calls[pair[rank % 2]])
+        assert seen.kinds[0] == "DesyncError", seen
+        assert re.search("rank 0 all_(reduce|gather) of .*, rank 1 all_(reduce|gather)", seen.text)
         dist.barrier()
-    return seen
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_swapped_calls_amid_buckets(ranks: RankPool, transport: str) -> None:
-    for outcome in ranks.run(3, swap_amid_buckets, transport):
-        for seen in outcome:
-            assert seen.kinds[0] == "DesyncError", seen
-            assert re.search(
-                "rank 0 all_(reduce|gather) of .*, rank 1 all_(reduce|gather)", seen.text
-            )
 
 
 def swap_on_threads(group: Any, odd: int, seen: dict[int, Ending]) -> None:
@@ -386,18 +318,27 @@ def test_swapped_calls_on_threads_are_raised_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministic: bool) -> None:
+@OVER_BOTH
+@on_processes(2)
+def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, deterministic: bool) -> None:
     """Sizes differ of what meets: gloo would end the process of such ranks."""
-    for outcome in ranks.run(2, swap_calls, transport, deterministic):
-        for seen in outcome:
-            assert seen.kinds[0] == "DesyncError", seen
-            assert "rank 0" in seen.text
-            assert "rank 1" in seen.text
+    for pair in PAIRS:
+        options: Any = {"transport": transport, "deterministic": deterministic}
+        with fddp.GradSync(BIG, timeout_s=1.0, **options) as sync:
+            sync(BIG)
+            seen = ending(lambda: CALLS[pair[rank]](sync))  # noqa: B023
+        assert seen.kinds[0] == "DesyncError", seen
+        assert "rank 0" in seen.text
+        assert "rank 1" in seen.text
+        dist.barrier()
 
 
-def gather_beside_step(rank: int, n: int, transport: str, other: str) -> Ending:
-    """One rank starts to gather parameters; the other calls something else."""
+@OVER_BOTH
+@pytest.mark.parametrize("other", ["sync", "reduce_scatter", "step"])
+@on_processes(2)
+def test_a_rank_that_gathers_while_another_takes_a_step(
+    rank: int, n: int, transport: Any, other: str
+) -> None:
     options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": 1.0}
     with fddp.GradSync(BIG, **options) as sync:
         step = sync.value_and_grad(lambda p: p["w"].sum())
@@ -407,17 +348,9 @@ def gather_beside_step(rank: int, n: int, transport: str, other: str) -> Ending:
             "step": lambda: step(BIG),
         }
         own = sync.shard(BIG)
-        return ending(lambda: sync.start_all_gather(own).wait() if rank == 0 else calls[other]())
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-@pytest.mark.parametrize("other", ["sync", "reduce_scatter", "step"])
-def test_a_rank_that_gathers_while_another_takes_a_step(
-    ranks: RankPool, transport: str, other: str
-) -> None:
-    for seen in ranks.run(2, gather_beside_step, transport, other):
-        assert seen.kinds[0] == "DesyncError", seen
-        assert re.search("rank 0 all_.*, rank 1 (all_reduce|reduce_scatter) of", seen.text)
+        seen = ending(lambda: sync.start_all_gather(own).wait() if rank == 0 else calls[other]())
+    assert seen.kinds[0] == "DesyncError", seen
+    assert re.search("rank 0 all_.*, rank 1 (all_reduce|reduce_scatter) of", seen.text)
 
 
 def swap_methods(group: Any) -> list[Ending]:
@@ -475,19 +408,15 @@ def test_operators_fail_out_of_step() -> None:
             assert "the number of calls is 1 on rank 0 and 2 on rank 1; " in seen.text
 
 
-def outlive(rank: int, n: int) -> tuple[list[float], Ending]:
+@on_processes(2)
+def test_a_graph_ends_with_its_group(rank: int, n: int) -> None:
     group = dist.new_group([0, 1])
     graph = make_fx(lambda x: fddp.psum(x, group))(torch.ones(2))
-    before = graph(torch.ones(2)).tolist()
+    assert graph(torch.ones(2)).tolist() == [2.0, 2.0]
     dist.destroy_process_group(group)
-    return before, ending(lambda: graph(torch.ones(2)))
-
-
-def test_a_graph_ends_with_its_group(ranks: RankPool) -> None:
-    for before, seen in ranks.run(2, outlive):
-        assert before == [2.0, 2.0]
-        assert seen.kinds[0] == "ClosedError"
-        assert "is gone, with its group; trace or compile anew" in seen.text
+    seen = ending(lambda: graph(torch.ones(2)))
+    assert seen.kinds[0] == "ClosedError"
+    assert "is gone, with its group; trace or compile anew" in seen.text
 
 
 # Sizes that callers decide about
@@ -520,45 +449,33 @@ class Uneven(fddp.hooks.Hook[tuple[()]]):
         )
 
 
-def uneven_hooks(rank: int, n: int, transport: Any) -> list[Ending]:
-    seen = []
+@OVER_BOTH
+@on_processes(2)
+def test_hooks_that_hand_over_other_sizes(rank: int, n: int, transport: Any) -> None:
     for how in ("first", "gathered", "second"):
         hook = Uneven(how, rank)
         with fddp.GradSync(BIG, hook=hook, transport=transport, timeout_s=5.0) as sync:
-            seen.append(ending(lambda: sync(BIG)))
+            seen = ending(lambda: sync(BIG))
+        assert seen.kinds[0] == "DesyncError", seen
+        assert "(5,)" in seen.text or "(10,)" in seen.text
+        assert "(6,)" in seen.text or "(12,)" in seen.text
         dist.barrier()
-    return seen
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_hooks_that_hand_over_other_sizes(ranks: RankPool, transport: str) -> None:
-    for outcome in ranks.run(2, uneven_hooks, transport):
-        for seen in outcome:
-            assert seen.kinds[0] == "DesyncError", seen
-            assert "(5,)" in seen.text or "(10,)" in seen.text
-            assert "(6,)" in seen.text or "(12,)" in seen.text
-
-
-def uneven_buffers(rank: int, n: int) -> list[Ending]:
+@on_processes(2)
+def test_buffers_of_another_size(rank: int, n: int) -> None:
+    """Of a wrapped module, over gloo, which would end the process."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    seen = []
     with split_into_hosts([[0], [1]]):
         module = torch.nn.BatchNorm1d(3)
         wrapped = fddp.DistributedDataParallel(module, process_group=group)
-        seen.append(ending(lambda: wrapped(torch.randn(4, 3)).sum().backward()))
+        wrapped(torch.randn(4, 3)).sum().backward()
     if rank:
         module.register_buffer("running_mean", torch.zeros(7))
-    seen.append(ending(lambda: wrapped(torch.randn(4, 3))))
-    return seen
-
-
-def test_buffers_of_another_size(ranks: RankPool) -> None:
-    """Of a wrapped module, over gloo, which would end the process."""
-    for first, second in ranks.run(2, uneven_buffers):
-        assert first.kinds[0] == "no error"
-        assert second.kinds[0] == "DesyncError"
-        assert "rank 0 broadcast from rank 0 of torch.int64 (1,)" in second.text
-        assert "rank 1 all_gather" in second.text, "because it compares sizes anew"
+    seen = ending(lambda: wrapped(torch.randn(4, 3)))
+    assert seen.kinds[0] == "DesyncError"
+    assert "rank 0 broadcast from rank 0 of torch.int64 (1,)" in seen.text
+    assert "rank 1 all_gather" in seen.text, "because it compares sizes anew"
 
 
 def test_openings_are_compared() -> None:

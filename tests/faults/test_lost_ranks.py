@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fddp
-from fddp.hooks import Hook
 from tests.support.backward_calls import call_in_backward
-from tests.support.endings import BoomError, Ending, ending
+from tests.support.endings import Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, run_fresh
@@ -209,47 +207,3 @@ def test_a_sync_that_is_dropped_without_close_leaves_nothing(
     ranks: RankPool, transport: str
 ) -> None:
     assert ranks.run(2, drop, transport) == [Resources(0, 0, 0)] * 2
-
-
-@dataclass(frozen=True)
-class FailsAt(Hook[tuple[()]]):
-    """Sums; on the lost rank it raises at one bucket."""
-
-    index: int
-
-    def init(self, spec: Any) -> tuple[()]:
-        return ()
-
-    def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
-        if bucket.spec.index == self.index and dist.get_rank() == LOST:
-            raise BoomError(3, "in a hook")
-        return all_reduce(bucket.buffer).map(lambda total: (total, state))
-
-
-def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> Any:
-    timeout_s = 30.0
-    options = {**SMALL, "transport": transport, "timeout_s": timeout_s}
-    sync = fddp.GradSync(mlp(), **options, hook=FailsAt(index))
-    held_errors: list[BaseException] = []  # as a debugger would, with the step's works
-    begin_s = time.perf_counter()
-    try:
-        sync.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
-    except (BoomError, fddp.FddpError) as error:
-        held_errors.append(error)
-    took_s = time.perf_counter() - begin_s
-    with fddp.GradSync(mlp(), **options) as again:
-        again.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
-    (error,) = held_errors
-    return type(error).__name__, getattr(error, "ranks", None), took_s
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_failing_rank_is_reported_and_the_group_continues(
-    ranks: RankPool, transport: str, index: int
-) -> None:
-    """Its next collective does not match the one that the others wait for."""
-    for rank, (kind, named, took_s) in enumerate(ranks.run(3, fail_in_a_hook, transport, index)):
-        assert kind == ("BoomError" if rank == LOST else "RankLostError")
-        assert named == (None if rank == LOST else (LOST,))
-        assert took_s < 15.0, "half of the timeout"

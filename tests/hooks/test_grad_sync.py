@@ -52,7 +52,7 @@ from tests.support.models import (
     same_bits,
 )
 from tests.support.on_ranks import on_threads
-from tests.support.ranks import Launch
+from tests.support.ranks import TRANSPORTS, Launch
 
 EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
 MESH = fddp.Topology(host=2, local=2)
@@ -433,6 +433,7 @@ def test_hooks_that_return_no_result() -> None:
         fddp.loopback(2, run, "state")
 
 
+@pytest.mark.parametrize("launch", TRANSPORTS, indirect=True)
 def test_a_hook_that_raises_on_one_rank_does_not_leave_the_others_waiting(launch: Launch) -> None:
     """Its next collective does not match the one that the others wait for."""
     for index in (0, 1):
