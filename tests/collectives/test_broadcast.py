@@ -96,13 +96,11 @@ def test_memory_layouts(layout: str) -> None:
         result.mul_(2)  # writable: no two elements share memory
 
 
-def test_layouts_may_differ_from_rank_to_rank() -> None:
-    def run(group: Any) -> Tensor:
-        own = rand(4, 4, seed=group.rank)
-        return fddp.broadcast({"w": own.T if group.rank else own}, group=group)["w"]
-
-    for result in fddp.loopback(2, run):
-        assert torch.equal(result, rand(4, 4, seed=0))
+@on_threads(2)
+def test_layouts_may_differ_from_rank_to_rank(group: Any) -> None:
+    own = rand(4, 4, seed=group.rank)
+    result = fddp.broadcast({"w": own.T if group.rank else own}, group=group)
+    assert torch.equal(result["w"], rand(4, 4, seed=0))
 
 
 @on_threads(2)
@@ -116,29 +114,24 @@ def test_leaves_do_not_share_memory_with_anything(group: Any) -> None:
         assert leaf.untyped_storage().nbytes() == own[key].nbytes
 
 
-def test_insertion_order_may_differ() -> None:
-    def run(group: Any) -> Any:
-        items = [("a", torch.full((2,), 1.0)), ("b", torch.full((2,), 2.0))]
-        return fddp.broadcast(OrderedDict(items[:: -1 if group.rank else 1]), group=group)
-
-    for result in fddp.loopback(2, run):
-        assert {key: leaf.tolist() for key, leaf in result.items()} == {"a": [1, 1], "b": [2, 2]}
+@on_threads(2)
+def test_insertion_order_may_differ(group: Any) -> None:
+    items = [("a", torch.full((2,), 1.0)), ("b", torch.full((2,), 2.0))]
+    result = fddp.broadcast(OrderedDict(items[:: -1 if group.rank else 1]), group=group)
+    assert {key: leaf.tolist() for key, leaf in result.items()} == {"a": [1, 1], "b": [2, 2]}
 
 
-def test_trees_without_tensors() -> None:
-    def run(group: Any) -> Any:
-        return [fddp.broadcast(t, group=group) for t in ({}, None, {"a": None})]
-
-    assert fddp.loopback(2, run) == [[{}, None, {"a": None}]] * 2
+@on_threads(2)
+def test_trees_without_tensors(group: Any) -> None:
+    for empty in ({}, None, {"a": None}):
+        assert fddp.broadcast(empty, group=group) == empty
 
 
 BASE = {"w": torch.zeros(3), "v": torch.zeros(2, dtype=torch.int64)}
 ERRORS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "shape": ({**BASE, "w": torch.zeros(4)}, 0, ("'w'", "(3,)", "(4,)", "rank 0", "rank 1")),
     "dtype": ({**BASE, "w": torch.zeros(3).half()}, 0, ("'w'", "float32", "float16", "rank 1")),
-    "a leaf more": ({**BASE, "x": torch.zeros(1)}, 0, ("2 leaves", "3", "rank 1")),
     "a leaf less": ({"w": BASE["w"]}, 0, ("'v'", "'w'", "rank 0", "rank 1")),
-    "another name": ({"u": BASE["w"], "v": BASE["v"]}, 0, ("'u'", "'v'", "rank 1")),
     "None": ({**BASE, "w": None}, 0, ("'w'", "None", "rank 1")),
     "another src": (BASE, 1, ("src", "0", "1", "rank 1")),
     "a number": ({**BASE, "w": 3.0}, 0, ("'w'", "rank 1", "float")),
@@ -182,14 +175,10 @@ def check_errors(runs: list[tuple[Ending, float]], name: str) -> None:
 
 
 @pytest.mark.parametrize("src", [-1, 2, 17])
-def test_a_source_that_is_no_rank(src: int) -> None:
-    def run(group: Any) -> Ending:
-        return ending(lambda: fddp.broadcast(BASE, src, group=group))
-
-    for seen in fddp.loopback(2, run):
-        assert seen.kinds[0] == "PlanMismatchError"
-        assert f"src={src}" in seen.text
-        assert "2" in seen.text
+@on_threads(2)
+def test_a_source_that_is_no_rank(group: Any, src: int) -> None:
+    with pytest.raises(fddp.PlanMismatchError, match=rf"src={src}.*2"):
+        fddp.broadcast(BASE, src, group=group)
 
 
 def test_a_tree_that_one_rank_cannot_flatten() -> None:
@@ -203,12 +192,7 @@ def test_a_tree_that_one_rank_cannot_flatten() -> None:
 
 
 @pytest.mark.parametrize("src", [1.0, "1", None, torch.tensor([0, 1])])
-def test_a_source_that_is_no_number_on_one_rank(src: Any) -> None:
-    def run(group: Any) -> str:
-        with pytest.raises(fddp.PlanMismatchError) as info:
-            fddp.broadcast({"w": torch.zeros(2)}, src if group.rank else 1, group=group)
-        return str(info.value)
-
-    first, second = fddp.loopback(2, run)
-    assert first == second
-    assert "rank 1 can't take part: TypeError" in first
+@on_threads(2)
+def test_a_source_that_is_no_number_on_one_rank(group: Any, src: Any) -> None:
+    with pytest.raises(fddp.PlanMismatchError, match="rank 1 can't take part: TypeError"):
+        fddp.broadcast({"w": torch.zeros(2)}, src if group.rank else 1, group=group)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import fddp
 from fddp.collectives import execute
+from tests.support.on_ranks import on_processes
 from tests.support.ranks import RankPool
 
 Fn = Callable[..., Any]
@@ -109,7 +110,8 @@ def test_a_step_is_one_graph(ranks: RankPool, backend: str, transport: str) -> N
     assert results[0][2] == ["pmean of 3 leaves", "pmean of 1 leaf"]
 
 
-def train_by_backward(rank: int, world_size: int) -> Any:
+@on_processes(2)
+def test_plain_autograd(rank: int, world_size: int) -> None:
     """The gradient is taken by `.backward()` outside, and by `autograd.grad` inside of a graph."""
     torch._dynamo.reset()
     torch.manual_seed(rank)
@@ -128,19 +130,23 @@ def train_by_backward(rank: int, world_size: int) -> Any:
     compiled(loss_fn)(weights[1]).backward()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         inside = compiled(grad_of)(torch.ones(3))
-    return [weight.grad for weight in weights], inside
-
-
-def test_plain_autograd(ranks: RankPool) -> None:
-    for (eager, in_graph), inside in ranks.run(2, train_by_backward):
-        assert torch.equal(eager, in_graph)
-        torch.testing.assert_close(inside, eager, rtol=1e-6, atol=0.0)
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    torch.testing.assert_close(inside, weights[0].grad, rtol=1e-6, atol=0.0)
 
 
 # All operators
 
 
-def differentiate(rank: int, world_size: int, names: set[str]) -> list[tuple[str, float, bool]]:
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"psum", "pmean"},
+        {"pmax", "broadcast_from", "sync_on_backward"},
+        {"all_gather", "reduce_scatter"},
+    ],
+)
+@on_processes(2)
+def test_operators_and_their_derivatives(rank: int, world_size: int, names: set[str]) -> None:
     torch.manual_seed(rank)
     tree = {"b": torch.randn(4, 3, dtype=torch.float64), "a": [torch.randn(2).double()]}
     found = []
@@ -168,27 +174,18 @@ def differentiate(rank: int, world_size: int, names: set[str]) -> list[tuple[str
 
             off, eager_calls, calls = compare(derivatives, tree)
             found.append((name, off, calls == eager_calls))
-    return found
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"psum", "pmean"},
-        {"pmax", "broadcast_from", "sync_on_backward"},
-        {"all_gather", "reduce_scatter"},
-    ],
-)
-def test_operators_and_their_derivatives(ranks: RankPool, names: set[str]) -> None:
-    for found in ranks.run(2, differentiate, names):
-        assert {name.partition(",")[0] for name, *_ in found} == names
-        assert [row for row in found if row[1:] != (0.0, True)] == []
+    assert {name.partition(",")[0] for name, *_ in found} == names
+    assert [row for row in found if row[1:] != (0.0, True)] == []
 
 
 # Order
 
 
-def reorder(rank: int, world_size: int, backend: str) -> list[Any]:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_processes(2)
+def test_calls_are_neither_reordered_nor_dropped_nor_merged(
+    rank: int, world_size: int, backend: str
+) -> None:
     torch._dynamo.reset()
     torch.manual_seed(rank)
     weights, x = [torch.randn(3, 4), torch.randn(4, 2)], torch.randn(5, 3)
@@ -203,7 +200,7 @@ def reorder(rank: int, world_size: int, backend: str) -> list[Any]:
                 return [a[0] + b[0], c]
             return [a[0] + b[0], c, fddp.all_gather(x, ranks)]  # used on this rank only
 
-        def trained(w: list[Tensor], x: Tensor) -> Tensor:
+        def total(w: list[Tensor], x: Tensor) -> Tensor:
             (h,) = fddp.psum([x @ w[0]], ranks)
             fddp.pmean([x], others)
             return (fddp.all_gather(h @ w[1], ranks) ** 2).sum()
@@ -215,32 +212,28 @@ def reorder(rank: int, world_size: int, backend: str) -> list[Any]:
 
         forward = compare(calls, weights, x, backend=backend)
         with recorded() as eager_calls:
-            eager = gradients(trained)
+            eager = gradients(total)
         with recorded() as in_graph:
-            result = gradients(compiled(trained, backend))
-    return [forward, (largest_difference(result, eager), eager_calls, in_graph)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_are_neither_reordered_nor_dropped_nor_merged(ranks: RankPool, backend: str) -> None:
-    for forward, trained in ranks.run(2, reorder, backend):
-        assert forward[2] == [
-            "psum of 2 leaves",
-            "psum of 2 leaves",
-            "pmax of 1 leaf",
-            "pmean of 1 leaf",
-            "all_gather of 1 leaf",
-        ]
-        for off, eager_calls, calls in (forward, trained):
-            assert off < 1e-5
-            assert calls == eager_calls
-        assert trained[2][-1] == "backward of psum of 1 leaf"
+            result = gradients(compiled(total, backend))
+    trained = largest_difference(result, eager), eager_calls, in_graph
+    assert forward[2] == [
+        "psum of 2 leaves",
+        "psum of 2 leaves",
+        "pmax of 1 leaf",
+        "pmean of 1 leaf",
+        "all_gather of 1 leaf",
+    ]
+    for off, of_eager, of_graph in (forward, trained):
+        assert off < 1e-5
+        assert of_graph == of_eager
+    assert in_graph[-1] == "backward of psum of 1 leaf"
 
 
 # Other tracers, other arguments
 
 
-def trace_otherwise(rank: int, world_size: int) -> dict[str, float]:
+@on_processes(2)
+def test_make_fx_and_export_match_eager(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     tree = {"w": torch.randn(3)}
     off: dict[str, float] = {}
@@ -265,10 +258,12 @@ def trace_otherwise(rank: int, world_size: int) -> dict[str, float]:
             grads.append(torch.autograd.grad(values[-1].pow(2).sum(), w))
         off[f"export, {strict=}"] = largest_difference(*values)
         off[f"export, {strict=}, grad"] = largest_difference(*grads)
-    return off
+    assert len(off) == 5
+    assert set(off.values()) == {0.0}
 
 
-def differentiate_recorded(rank: int, world_size: int) -> dict[str, float]:
+@on_processes(2)
+def test_recorded_functions_have_derivatives(rank: int, world_size: int) -> None:
     """Derivatives of functions that were recorded without them, at several levels."""
     torch.manual_seed(rank)
     x, t = torch.randn(2, 3, dtype=torch.float64).unbind()
@@ -303,22 +298,12 @@ def differentiate_recorded(rank: int, world_size: int) -> dict[str, float]:
             _, linear = torch.func.linearize(module, x)
         transposed = [torch.func.vjp(fn, x)[1](t) for fn in (linear, module)]
         off[f"{name}, linear"] = largest_difference(*transposed)
-    return off
+    assert len(off) == 6
+    assert {name: value for name, value in off.items() if not value < 1e-12} == {}
 
 
-def test_recorded_functions_have_derivatives(ranks: RankPool) -> None:
-    for off in ranks.run(2, differentiate_recorded):
-        assert len(off) == 6
-        assert {name: value for name, value in off.items() if not value < 1e-12} == {}
-
-
-def test_make_fx_and_export_match_eager(ranks: RankPool) -> None:
-    for off in ranks.run(2, trace_otherwise):
-        assert len(off) == 5
-        assert set(off.values()) == {0.0}
-
-
-def pass_arguments(rank: int, world_size: int) -> dict[str, float]:
+@on_processes(2)
+def test_groups_axes_and_plans(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     torch.manual_seed(rank)
     tree = {"b": torch.randn(4, 3), "a": (torch.randn(2), None), "n": torch.arange(3)}
@@ -338,16 +323,12 @@ def pass_arguments(rank: int, world_size: int) -> dict[str, float]:
             "no leaves": lambda t: (fddp.psum({"a": None}, ranks), t),
             "vmap": lambda t: torch.func.vmap(lambda r: fddp.psum(r, ranks))(t["b"]),
         }
-        return {name: compare(fn, tree)[0] for name, fn in functions.items()}
+        off = {name: compare(fn, tree)[0] for name, fn in functions.items()}
+    assert {name: value for name, value in off.items() if value != 0.0} == {}
 
 
-def test_groups_axes_and_plans(ranks: RankPool) -> None:
-    for off in ranks.run(2, pass_arguments):
-        assert {name: value for name, value in off.items() if value != 0.0} == {}
-        assert len(off) == 10
-
-
-def change_sizes(rank: int, world_size: int) -> tuple[list[float], int, list[float], int]:
+@on_processes(2)
+def test_communicated_tensors_have_static_shapes(rank: int, world_size: int) -> None:
     graphs: list[Any] = []
 
     def counting(graph: Any, _: Any) -> Any:
@@ -368,18 +349,13 @@ def change_sizes(rank: int, world_size: int) -> tuple[list[float], int, list[flo
         off = [largest_difference(in_graph(*fixed, x), fn(*fixed, x)) for x in inputs]
         return off, len(graphs)
 
-    return *off_and_graphs(gathered), *off_and_graphs(step, torch.randn(2, 3))
+    assert off_and_graphs(gathered) == ([0.0] * 4, 4)
+    # Batches of any size, once dynamo has seen a second one: gradients keep their shapes.
+    assert off_and_graphs(step, torch.randn(2, 3)) == ([0.0] * 4, 2)
 
 
-def test_communicated_tensors_have_static_shapes(ranks: RankPool) -> None:
-    for off, graphs, off_of_step, graphs_of_step in ranks.run(2, change_sizes):
-        assert set(off) == set(off_of_step) == {0.0}
-        assert graphs == 4
-        # Batches of any size, once dynamo has seen a second one: gradients keep their shapes.
-        assert graphs_of_step == 2
-
-
-def break_graphs(rank: int, world_size: int) -> float:
+@on_processes(2)
+def test_a_graph_break_within_a_step(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     x = torch.full((3,), 1.0 + rank)
 
@@ -388,11 +364,7 @@ def break_graphs(rank: int, world_size: int) -> float:
         torch._dynamo.graph_break()
         return fddp.pmax(total * x)
 
-    return largest_difference(compiled(broken, fullgraph=False)(x), broken(x))
-
-
-def test_a_graph_break_within_a_step(ranks: RankPool) -> None:
-    assert ranks.run(2, break_graphs) == [0.0, 0.0]
+    assert largest_difference(compiled(broken, fullgraph=False)(x), broken(x)) == 0.0
 
 
 # Errors

@@ -108,21 +108,6 @@ def test_along_axes_of_a_mesh(rank: int, n: int) -> None:
 
 
 @on_processes(2)
-def test_torchs_own_gradcheck(rank: int, n: int) -> None:
-    """It suffices where an operator's transpose is itself and all ranks move alike."""
-    x = rand(3, seed=0, dtype=F64).requires_grad_()
-    z = torch.complex(rand(2, seed=1, dtype=F64), rand(2, seed=2, dtype=F64)).requires_grad_()
-    for operator in (fddp.psum, fddp.pmean):
-
-        def fn(x: Tensor, operator: Callable[[Tree], Tree] = operator) -> Tensor:
-            return operator(torch.sin(x)) * (x + 1)  # type: ignore[no-any-return]
-
-        for point in (x, z):
-            torch.autograd.gradcheck(fn, point, check_forward_ad=True)
-            torch.autograd.gradgradcheck(fn, point, torch.ones_like(point, requires_grad=True))
-
-
-@on_processes(2)
 def test_transforms_and_their_compositions(rank: int, n: int) -> None:
     """`pmean(sin)` of all ranks, whose derivatives are known in closed form."""
     xs = [rand(3, seed=seed, dtype=F64) for seed in range(n)]

@@ -14,6 +14,7 @@ from torch.func import grad, jvp, vmap
 import fddp
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
+from tests.support.on_ranks import on_threads
 from tests.support.polling import HANG_S
 from tests.support.ranks import Launch
 
@@ -289,16 +290,11 @@ def go_wrong(group: Any, case: str) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
-def test_mistake_on_all_ranks_is_raised_on_all() -> None:
-    for found, after in fddp.loopback(2, all_wrong):
-        assert found.kinds[0] == "TypeError"
-        assert after == 2
-
-
-def all_wrong(group: Any) -> tuple[Ending, float]:
+@on_threads(2)
+def test_mistake_on_all_ranks_is_raised_on_all(group: Any) -> None:
     with fddp.Communicator(group) as ranks:
-        found = ending(lambda: fddp.pmean(torch.tensor(1), ranks))
-        return found, float(fddp.psum(torch.tensor(1.0), ranks))
+        assert ending(lambda: fddp.pmean(torch.tensor(1), ranks)).kinds[0] == "TypeError"
+        assert float(fddp.psum(torch.tensor(1.0), ranks)) == 2
 
 
 #: invalid arguments that select the ranks, so that no other rank can be informed
@@ -306,23 +302,9 @@ NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
     "batched group": (
         lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),
         "TypeError",
-        f"psum, called at {__file__}:",
-    ),
-    "batched group, and what to pass": (
-        lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),
-        "TypeError",
-        "group must be a process group, a DeviceMesh of one dimension, a Communicator or the group "
-        "of fddp.loopback, got a Tensor; a group can't be batched by vmap",
-    ),
-    "batched axis": (
-        lambda group: vmap(lambda a: fddp.psum(ONE, group, axis=a))(torch.arange(2)),
-        "TypeError",
-        "psum: axis must be a name of an axis of the mesh, or a tuple of names",
-    ),
-    "axis without a mesh": (
-        lambda group: fddp.psum(ONE, group, axis="row"),
-        "ValueError",
-        "psum: axis='row' must name distinct axes of the mesh, which is missing; pass mesh=",
+        f"psum, called at {__file__}:.*group must be a process group, a DeviceMesh of one "
+        "dimension, a Communicator or the group of fddp.loopback, got a Tensor; a group can't be "
+        "batched by vmap",
     ),
     "unknown axis": (
         lambda group: fddp.psum(ONE, group, mesh=fddp.Topology(row=1, column=2), axis="rows"),
@@ -353,25 +335,24 @@ NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", NOBODY)
-def test_invalid_rank_arguments_are_refused(case: str) -> None:
+@on_threads(2)
+def test_invalid_rank_arguments_are_refused(group: Any, case: str) -> None:
     act, kind, text = NOBODY[case]
-    for found in fddp.loopback(2, lambda group: ending(lambda: act(group))):
-        assert found.kinds[0] == kind, found
-        assert text in found.text
+    found = ending(lambda: act(group))
+    assert found.kinds[0] == kind, found
+    for part in text.split(".*"):
+        assert part in found.text
 
 
-def test_meshes_and_caps_that_differ() -> None:
-    for found in fddp.loopback(2, open_otherwise):
-        assert found.kinds[0] == "PlanMismatchError"
-        assert (
-            "the bucket size of a communicator in bytes is 26214400 on rank 0 and 1048576 on rank "
-            "1; pass the same bucket_cap_mb on every rank" in found.text
-        )
-
-
-def open_otherwise(group: Any) -> Ending:
+@on_threads(2)
+def test_caps_that_differ(group: Any) -> None:
     cap_mb = 1 if rank_of(group) else 25
-    return ending(lambda: fddp.Communicator(group, bucket_cap_mb=cap_mb))
+    found = ending(lambda: fddp.Communicator(group, bucket_cap_mb=cap_mb))
+    assert found.kinds[0] == "PlanMismatchError"
+    assert (
+        "the bucket size of a communicator in bytes is 26214400 on rank 0 and 1048576 on rank "
+        "1; pass the same bucket_cap_mb on every rank" in found.text
+    )
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -398,29 +379,23 @@ def open_wrongly(group: Any, case: str) -> tuple[Ending, float]:
     return found, float(fddp.psum(torch.tensor(1.0), group))
 
 
-def test_another_default_device() -> None:
-    def run(group: Any) -> float:
-        one = torch.tensor(1.0)
-        with torch.device("meta"):
-            assert ending(lambda: fddp.pmean(3 if group.rank else one, group)).kinds[0] in (
-                "PeerError",
-                "TypeError",
-            )
-            return float(fddp.psum(one, group))
-
-    assert fddp.loopback(2, run) == [2.0, 2.0]
+@on_threads(2)
+def test_another_default_device(group: Any) -> None:
+    one = torch.tensor(1.0)
+    with torch.device("meta"):
+        found = ending(lambda: fddp.pmean(3 if group.rank else one, group))
+        assert found.kinds[0] in ("PeerError", "TypeError")
+        assert float(fddp.psum(one, group)) == 2.0
 
 
-def test_a_closed_communicator() -> None:
-    def run(group: Any) -> Ending:
-        ranks = fddp.Communicator(group)
-        ranks.close()
-        ranks.close()
-        return ending(lambda: fddp.psum(ONE, ranks))
-
-    for found in fddp.loopback(2, run):
-        assert found.kinds[0] == "ClosedError"
-        assert "is closed (close() was called); make a new one on every rank" in found.text
+@on_threads(2)
+def test_a_closed_communicator(group: Any) -> None:
+    ranks = fddp.Communicator(group)
+    ranks.close()
+    ranks.close()
+    found = ending(lambda: fddp.psum(ONE, ranks))
+    assert found.kinds[0] == "ClosedError"
+    assert "is closed (close() was called); make a new one on every rank" in found.text
 
 
 def test_a_branch_that_one_rank_does_not_take() -> None:
@@ -446,77 +421,64 @@ def test_a_branch_that_one_rank_does_not_take() -> None:
     assert "pmean of 1 leaf ('')" in gone.text
 
 
-def test_a_missing_rank_in_derivatives() -> None:
+def alone(before: Callable[[Any], Any], act: Callable[[Any], Any], **options: Any) -> Ending:
+    """What rank 0 gets from a call that rank 1 does not join, after what both have called."""
     over = threading.Event()
 
     def run(group: Any) -> Ending | None:
-        with fddp.Communicator(group) as ranks:
-            ranks.transport.timeout_s = 0.2  # but not of opening
-            x = ONE.clone().requires_grad_()
-            loss = fddp.psum(x, ranks).sum()
-            if group.rank:
-                over.wait(HANG_S)
-                return None
-            found = ending(loss.backward)
-            over.set()
-            return found
+        given = before(group)
+        if group.rank:
+            over.wait(HANG_S)
+            return None
+        found = ending(lambda: act(given))
+        over.set()
+        return found
 
-    found, _ = fddp.loopback(2, run)
+    found, _ = fddp.loopback(2, run, **options)
     assert found is not None
+    return found
+
+
+def impatient(group: Any) -> fddp.Communicator:
+    ranks = fddp.Communicator(group)
+    ranks.transport.timeout_s = 0.2  # but not of opening
+    return ranks
+
+
+def test_a_missing_rank_in_derivatives() -> None:
+    def forward(group: Any) -> tuple[fddp.Communicator, Tensor]:
+        ranks = impatient(group)
+        return ranks, fddp.psum(ONE.clone().requires_grad_(), ranks).sum()
+
+    found = alone(forward, lambda given: given[1].backward())
     assert found.kinds[0] == "SyncTimeoutError"
     assert "backward of psum of 1 leaf (''), called at " in found.text
     assert f"{__file__}:" in found.text
 
 
 def test_an_error_with_no_other_rank_in_the_call() -> None:
-    over = threading.Event()
-
-    def run(group: Any) -> Ending | None:
-        with fddp.Communicator(group) as ranks:
-            ranks.transport.timeout_s = 0.2  # but not of opening
-            if group.rank:
-                over.wait(HANG_S)
-                return None
-            found = ending(lambda: fddp.pmean(torch.tensor(1), ranks))
-            over.set()
-            return found
-
-    alone, _ = fddp.loopback(2, run)
-    assert alone is not None
-    assert alone.kinds[0] == "TypeError"
-    assert "which can't represent a mean" in alone.text
+    found = alone(impatient, lambda ranks: fddp.pmean(torch.tensor(1), ranks))
+    assert found.kinds[0] == "TypeError"
+    assert "which can't represent a mean" in found.text
 
 
 def test_opening_that_a_rank_does_not_join() -> None:
-    over = threading.Event()
-
-    def run(group: Any) -> Ending | None:
-        if group.rank:
-            over.wait(HANG_S)
-            return None
-        found = ending(lambda: fddp.psum(ONE, group))
-        over.set()
-        return found
-
-    alone, _ = fddp.loopback(2, run, timeout_s=0.3)
-    assert alone is not None
-    assert alone.kinds[0] == "SyncTimeoutError"
-    assert f"psum, called at {__file__}:" in alone.text
-    assert "no response from rank 1" in alone.text
+    found = alone(lambda group: group, lambda group: fddp.psum(ONE, group), timeout_s=0.3)
+    assert found.kinds[0] == "SyncTimeoutError"
+    assert f"psum, called at {__file__}:" in found.text
+    assert "no response from rank 1" in found.text
 
 
 # torch.func.jvp compiles decompositions when it is first used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_forward_mode_names_the_call() -> None:
-    def run(group: Any) -> Ending:
-        def act() -> Any:
-            if group.rank:
-                return [fddp.psum(ONE, group), fddp.psum(ONE, group)]
-            return jvp(lambda x: fddp.psum(x, group), (ONE,), (ONE,))
+@on_threads(2)
+def test_forward_mode_names_the_call(group: Any) -> None:
+    def act() -> Any:
+        if group.rank:
+            return [fddp.psum(ONE, group), fddp.psum(ONE, group)]
+        return jvp(lambda x: fddp.psum(x, group), (ONE,), (ONE,))
 
-        return ending(act)
-
-    for found in fddp.loopback(2, run):
-        assert found.kinds[0] == "DesyncError"
-        assert "jvp of psum of 1 leaf" in found.text
-        assert found.text.count(f"{__file__}:") == 2
+    found = ending(act)
+    assert found.kinds[0] == "DesyncError"
+    assert "jvp of psum of 1 leaf" in found.text
+    assert found.text.count(f"{__file__}:") == 2
