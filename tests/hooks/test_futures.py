@@ -25,12 +25,16 @@ class Started:
         return self._value
 
 
-def test_a_value_that_is_there() -> None:
-    future = Future.of(5)
+def test_stages_of_values_that_are_there() -> None:
+    """Done means that all stages have started; waiting starts the remaining ones."""
+    future = Future.of(5).then(Future.of)
+    assert not future.done
+    future.advance()
     assert future.done
     assert not future.pending
     future.advance()
     assert future.wait() == 5
+    assert Future.of(1).then(Future.of).map(lambda n: n + 1).then(Future.of).wait() == 2
 
 
 def test_waiting_takes_once() -> None:
@@ -88,17 +92,6 @@ def test_a_stage_may_have_stages_of_its_own() -> None:
     future.advance()
     assert not future.pending
     assert future.wait() == (1, 2)
-
-
-def test_done_means_that_all_stages_have_started() -> None:
-    future = Future.of(1).then(Future.of)
-    assert not future.done
-    future.advance()
-    assert future.done
-
-
-def test_waiting_starts_the_remaining_stages() -> None:
-    assert Future.of(1).then(Future.of).map(lambda n: n + 1).then(Future.of).wait() == 2
 
 
 def test_a_future_may_serve_twice() -> None:

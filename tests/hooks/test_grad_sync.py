@@ -30,6 +30,7 @@ from fddp.hooks import (
     power_sgd,
     top_k,
 )
+from fddp.runtime.contributions import TreeContributions
 from tests.support.hook_models import (
     SMALL,
     Halves,
@@ -144,59 +145,47 @@ def test_hierarchical_hooks_see_this_ranks_shard_in_the_group_along_the_outer_ax
 
 @pytest.mark.parametrize("scaling", ["before", "after", "average"])
 @pytest.mark.parametrize("hook", [allreduce, Halves(), fp16_compress], ids=name_of)
-def test_every_scaling_gives_the_same_mean(scaling: Any, hook: Hook[Any]) -> None:
+@on_threads(3)
+def test_every_scaling_gives_the_same_mean(group: Any, scaling: Any, hook: Hook[Any]) -> None:
     plan = fddp.plan_buckets(params(), bucket_cap_mb=0.001)
     schedule = fddp.make_schedule(plan, fddp.Topology(world=3), scaling=scaling)
-
-    def run(group: Any) -> Any:
-        with fddp.GradSync(schedule, group=group, hook=hook) as sync:
-            state, means = sync.init_state(), []
-            for n in range(3):
-                own, heavy = grads(group.rank, n), weight(group.rank, n)
-                mean, state = sync.update(own, state, weight=heavy)
-                means.append(mean)
-            return means
-
-    for means in fddp.loopback(3, run):
-        for n, mean in enumerate(means):
-            total = sum(weight(r, n) for r in range(3))
-            shares = [weight(r, n) / total for r in range(3)]
+    with fddp.GradSync(schedule, group=group, hook=hook) as sync:
+        state = sync.init_state()
+        for n in range(3):
+            weights = [weight(r, n) for r in range(3)]
+            own = grads(group.rank, n)
+            mean, state = sync.update(own, state, weight=weights[group.rank])
+            shares = [heavy / sum(weights) for heavy in weights]
             wanted = weighted_sum([grads(r, n) for r in range(3)], shares)
             assert largest_difference(mean, wanted) < (0.01 if hook is fp16_compress else 1e-12)
 
 
-def test_uneven_inputs() -> None:
-    def run(group: Any) -> Any:
-        own = {"w": torch.tensor([1.0, 10.0])}
-        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-            step = sync.value_and_grad(lambda p, x: (p["w"] * x).sum())
-            state, means = sync.init_state(), []
-            inputs = [torch.tensor([2.0, 3.0])] * (1 + 2 * group.rank)
-            for x in fddp.uneven(inputs, sync):
-                _, mean, state = step(own, x, hook_state=state)
-                means.append(mean["w"].tolist())
-            return means
-
+@on_threads(2)
+def test_uneven_inputs(group: Any) -> None:
+    own, means = {"w": torch.tensor([1.0, 10.0])}, []
+    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+        step, state = sync.value_and_grad(lambda p, x: (p["w"] * x).sum()), sync.init_state()
+        for x in fddp.uneven([torch.tensor([2.0, 3.0])] * (1 + 2 * group.rank), sync):
+            _, mean, state = step(own, x, hook_state=state)
+            means.append(mean["w"].tolist())
     # Rank 0 still owes 2.0 from the first round; it comes in the second.
-    assert fddp.loopback(2, run) == [[[0.0, 3.0], [6.0, 0.0], [0.0, 6.0]]] * 2
+    assert means == [[0.0, 3.0], [6.0, 0.0], [0.0, 6.0]]
 
 
-def test_sparse_buckets_bypass_hooks() -> None:
+@on_threads(2)
+def test_sparse_buckets_bypass_hooks(group: Any) -> None:
     tables = {"rows": torch.ones(10, 4), "w": torch.ones(4)}
 
     def loss_fn(p: Any, token: Tensor) -> Tensor:
         return (embedding(token, p["rows"], sparse=True) * p["w"]).sum()
 
-    def run(group: Any) -> None:
-        with fddp.GradSync(tables, group=group, sparse=["rows"], hook=top_k(0.25)) as sync:
-            state = sync.init_state()
-            assert sorted(map(bool, state)) == [False, True]
-            token = torch.tensor([3 + group.rank])
-            _, mean, state = sync.value_and_grad(loss_fn)(tables, token, hook_state=state)
-            assert mean["rows"].to_dense().sum(dim=1).tolist() == [0] * 3 + [2.0] * 2 + [0] * 5
-            assert mean["w"].count_nonzero() == 1
-
-    fddp.loopback(2, run)
+    with fddp.GradSync(tables, group=group, sparse=["rows"], hook=top_k(0.25)) as sync:
+        state = sync.init_state()
+        assert sorted(map(bool, state)) == [False, True]
+        token = torch.tensor([3 + group.rank])
+        _, mean, state = sync.value_and_grad(loss_fn)(tables, token, hook_state=state)
+        assert mean["rows"].to_dense().sum(dim=1).tolist() == [0] * 3 + [2.0] * 2 + [0] * 5
+        assert mean["w"].count_nonzero() == 1
 
 
 def test_late_gradients_travel_as_they_are() -> None:
@@ -270,23 +259,20 @@ NEW_PLANS = [(bf16_compress, True), (TorchHook(None, noop_hook), True), (top_k(0
 
 
 @pytest.mark.parametrize(("hook", "rebuilds"), NEW_PLANS)
-def test_plans_stay_where_a_hook_keeps_state(hook: Hook[Any], rebuilds: bool) -> None:
+@on_threads(2)
+def test_plans_stay_where_a_hook_keeps_state(group: Any, hook: Hook[Any], rebuilds: bool) -> None:
     own = {"used last": rand(40, 40, seed=0), "used first": rand(40, 40, seed=1)}
 
     def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.tanh(x @ p["used first"] @ p["used last"]).sum()
 
-    def run(group: Any) -> list[list[str]]:
-        with fddp.GradSync(own, group=group, hook=hook, **SMALL) as sync:
-            step, state, orders = sync.value_and_grad(loss_fn), sync.init_state(), []
-            for n in range(2):
-                orders.append([sync.plan.paths[leaf] for leaf in sync.plan.order])
-                _, _, state = step(own, batch(group.rank, n, width=40), hook_state=state)
+    with fddp.GradSync(own, group=group, hook=hook, **SMALL) as sync:
+        step, state, orders = sync.value_and_grad(loss_fn), sync.init_state(), []
+        for n in range(3):
             orders.append([sync.plan.paths[leaf] for leaf in sync.plan.order])
-            return orders
-
+            _, _, state = step(own, batch(group.rank, n, width=40), hook_state=state)
     registered, arrived = ["used first", "used last"], ["used last", "used first"]
-    assert fddp.loopback(2, run) == [[registered, *[arrived if rebuilds else registered] * 2]] * 2
+    assert orders == [registered, *[arrived if rebuilds else registered] * 2]
 
 
 @on_threads(2)
@@ -388,15 +374,19 @@ def test_a_function_is_no_hook() -> None:
 
 def test_schedules_that_have_no_place_for_a_hook() -> None:
     plan = fddp.plan_buckets({"w": torch.ones(1000)})
-    split = fddp.make_schedule(plan, fddp.Topology(world=2), split_mb=0.001)
+    world = fddp.Topology(world=2)
+    pieces = fddp.make_schedule(plan, world, split_mb=0.001)
+    shards = fddp.make_schedule(plan, world, algorithm="reduce_scatter", split_mb=0.001)
 
-    def run(group: Any, source: Any, algorithm: Any) -> None:
-        fddp.GradSync(source, group=group, algorithm=algorithm, hook=bf16_compress)
+    def run(group: Any, source: Any, algorithm: Any, hook: Hook[Any]) -> None:
+        fddp.GradSync(source, group=group, algorithm=algorithm, hook=hook)
 
     with pytest.raises(ValueError, match=r"has 4 for bucket 0 \(w\); use algorithm='all_reduce'"):
-        fddp.loopback(2, run, split, "all_reduce")
+        fddp.loopback(2, run, pieces, "all_reduce", bf16_compress)
     with pytest.raises(ValueError, match=r"bf16_compress replaces .* the schedule has 0"):
-        fddp.loopback(2, run, plan, "reduce_scatter")
+        fddp.loopback(2, run, plan, "reduce_scatter", bf16_compress)
+    with pytest.raises(ValueError, match=r"divides bucket 0 \(w\) into several; use no split_mb"):
+        fddp.loopback(2, run, shards, "all_reduce", int8())
 
 
 @dataclass(frozen=True)
@@ -467,30 +457,20 @@ def raise_on_one(group: Any, index: int) -> Any:
 # The engine's own state, as the wrapper uses it
 
 
-def test_set_hook_carries_state_from_step_to_step() -> None:
-    def run(group: Any) -> Any:
-        own = {"w": torch.tensor([4.0, 3.0])}
-        with fddp.GradSync(own, group=group) as sync:
-            engine = sync._engine
-            engine.set_hook(top_k(0.5))
-            means = []
-            for _ in range(2):
-                step = engine.open(Method.CALL, with_stats=False)
-                from fddp.runtime.contributions import TreeContributions
-
-                program = step.program
-                step.begin(TreeContributions(program, [own["w"]], 1.0), [own["w"]])
-                means.append(engine.finish(step).leaves[0])
-            states = engine.hook_states
-            assert states is not None
-            engine.set_hook(None)
-            assert engine.hook_states is None
-            return [mean.tolist() for mean in means], states[0]["residual"].tolist(), sync(own)["w"]
-
-    for means, residual, plain in fddp.loopback(2, run):
-        assert means == [[4.0, 0.0], [0.0, 6.0]]
-        assert residual == [4.0, 0.0]
-        assert plain.tolist() == [4.0, 3.0]
+@on_threads(2)
+def test_set_hook_carries_state_from_step_to_step(group: Any) -> None:
+    own = {"w": torch.tensor([4.0, 3.0])}
+    with fddp.GradSync(own, group=group) as sync:
+        engine = sync._engine
+        engine.set_hook(top_k(0.5))
+        for wanted in ([4.0, 0.0], [0.0, 6.0]):
+            step = engine.open(Method.CALL, with_stats=False)
+            step.begin(TreeContributions(step.program, [own["w"]], 1.0), [own["w"]])
+            assert engine.finish(step).leaves[0].tolist() == wanted
+        assert engine.hook_states[0]["residual"].tolist() == [4.0, 0.0]  # type: ignore[index]
+        engine.set_hook(None)
+        assert engine.hook_states is None
+        assert sync(own)["w"].tolist() == [4.0, 3.0]
 
 
 @on_threads(2)

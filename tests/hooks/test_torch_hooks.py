@@ -33,12 +33,14 @@ from fddp.hooks import (
     chain,
     fp16_compress,
 )
+from fddp.runtime.contributions import TreeContributions
 from tests.support.hook_models import SMALL, grads, late_loss, params
 from tests.support.models import largest_difference, rand, same_bits
-from tests.support.on_ranks import on_threads
+from tests.support.on_ranks import on_processes, on_threads
 from tests.support.ranks import Launch, RankPool
 
 STEPS = 4
+NOOP = TorchHook(None, debugging_hooks.noop_hook)
 
 
 def gradients_under(hook: Hook[Any] | None, **options: Any) -> list[dict[str, Tensor]]:
@@ -92,62 +94,44 @@ def run_default_hooks(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_power_sgd(ranks: RankPool, wrap: bool) -> None:
+@on_processes(2)
+def test_power_sgd(rank: int, n: int, wrap: bool) -> None:
     """With many buckets, which torch's own reducer mixes up over gloo; held against one bucket."""
-    for plain, one_by_one, whole in ranks.run(2, run_power_sgd, wrap):
-        assert same_bits([one_by_one[:2], whole[:2]])
-        # Random at first: only the first two steps, which are not compressed, have the same bits.
-        assert largest(one_by_one[:2], plain[:2]) < (0.01 if wrap else 1e-6)
-        assert largest(one_by_one[2:], plain[2:]) > 0.01
 
-
-def run_power_sgd(rank: int, world_size: int, wrap: bool) -> Any:
     def hook() -> TorchHook:
         state = powerSGD_hook.PowerSGDState(dist.group.WORLD, 1, start_powerSGD_iter=2)
         own: Any = powerSGD_hook.powerSGD_hook
         return TorchHook(state, default_hooks.fp16_compress_wrapper(own) if wrap else own)
 
-    return (
-        gradients_under(None),
-        gradients_under(hook()),
-        gradients_under(hook(), bucket_cap_mb=25, first_bucket_mb=25),
+    plain, one_by_one = gradients_under(None), gradients_under(hook())
+    whole = gradients_under(hook(), bucket_cap_mb=25, first_bucket_mb=25)
+    assert same_bits([one_by_one[:2], whole[:2]])
+    # Random at first: only the first two steps, which are not compressed, have the same bits.
+    assert largest(one_by_one[:2], plain[:2]) < (0.01 if wrap else 1e-6)
+    assert largest(one_by_one[2:], plain[2:]) > 0.01
+
+
+@on_processes(2)
+def test_power_sgd_of_full_rank_is_the_mean(rank: int, n: int) -> None:
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, 30, start_powerSGD_iter=2, min_compression_rate=0.01
     )
+    compressed = gradients_under(TorchHook(state, powerSGD_hook.powerSGD_hook))
+    assert largest(gradients_under(None), compressed) < 1e-5
 
 
-def beside_the_mean(rank: int, world_size: int, make: Callable[[], TorchHook]) -> Any:
-    return gradients_under(None), gradients_under(make())
-
-
-def full_rank() -> TorchHook:
-    world, own = dist.group.WORLD, powerSGD_hook.powerSGD_hook
-    state = powerSGD_hook.PowerSGDState(world, 30, start_powerSGD_iter=2, min_compression_rate=0.01)
-    return TorchHook(state, own)
-
-
-def test_power_sgd_of_full_rank_is_the_mean(ranks: RankPool) -> None:
-    for plain, compressed in ranks.run(2, beside_the_mean, full_rank):
-        assert largest(plain, compressed) < 1e-5
-
-
-def local_after_two_steps() -> TorchHook:
+@on_processes(2)
+def test_post_local_sgd(rank: int, n: int) -> None:
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, 2)
-    return TorchHook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def test_post_local_sgd(ranks: RankPool) -> None:
-    for rank, (plain, local) in enumerate(ranks.run(2, beside_the_mean, local_after_two_steps)):
-        assert same_bits([plain[:2], local[:2]])
-        assert largest(local[2:], own_grads(rank)[2:]) == 0.0
+    local = gradients_under(TorchHook(state, post_localSGD_hook.post_localSGD_hook))
+    assert same_bits([gradients_under(None)[:2], local[:2]])
+    assert largest(local[2:], own_grads(rank)[2:]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
-def test_quantization(ranks: RankPool, name: str) -> None:
-    for plain, quantised in ranks.run(2, run_quantization, name):
-        assert 0.0 < largest(plain, quantised) < 0.1
-
-
-def run_quantization(rank: int, world_size: int, name: str) -> Any:
+@on_processes(2)
+def test_quantization(rank: int, n: int, name: str) -> None:
     """These hooks read all-gathers as NCCL gives them: as one tensor, where gloo has a list."""
     gather = dist.all_gather
 
@@ -160,7 +144,7 @@ def run_quantization(rank: int, world_size: int, name: str) -> Any:
 
     hook = TorchHook(dist.group.WORLD, getattr(quantization_hooks, name))
     with mock.patch.object(dist, "all_gather", Stacked):
-        return beside_the_mean(rank, world_size, lambda: hook)
+        assert 0.0 < largest(gradients_under(None), gradients_under(hook)) < 0.1
 
 
 class Descent:
@@ -172,21 +156,18 @@ class Descent:
 
 
 @pytest.mark.parametrize("only", [None, ["matrix", "conv"]])
-def test_optimizer_overlap(ranks: RankPool, only: list[str] | None) -> None:
-    for own, first_mean in ranks.run(2, run_optimizer_overlap, only):
-        for name, leaf in matrices(params(torch.float32)).items():
-            moved = only is None or name in only
-            assert torch.equal(own[name], leaf - 0.5 * first_mean[name] if moved else leaf)
-
-
-def run_optimizer_overlap(rank: int, world_size: int, only: list[str] | None) -> Any:
+@on_processes(2)
+def test_optimizer_overlap(rank: int, n: int, only: list[str] | None) -> None:
     own = matrices(params(torch.float32))
     chosen = None if only is None else [own[name] for name in only]
     state = optimizer_overlap_hooks._OptimizerHookState(Descent(), chosen)
     hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
     with fddp.GradSync(own, hook=TorchHook(None, hook, own), **SMALL) as sync:
         sync(own_grads(rank)[0])
-    return own, gradients_under(None)[0]
+    mean = gradients_under(None)[0]
+    for name, leaf in matrices(params(torch.float32)).items():
+        moved = only is None or name in only
+        assert torch.equal(own[name], leaf - 0.5 * mean[name] if moved else leaf)
 
 
 def test_builtin_hooks() -> None:
@@ -286,10 +267,9 @@ def test_set_buffer() -> None:
 
 def test_a_hook_may_stretch_the_buffer_for_a_while() -> None:
     def hook(rank: int, bucket: Any) -> Any:
-        buffer = bucket.buffer()
-        count = len(buffer)
-        buffer.resize_(count + 1000)
-        return finished(buffer.resize_(count))
+        count = len(bucket.buffer())
+        bucket.buffer().resize_(count + 1000)
+        return finished(bucket.buffer().resize_(count))
 
     own = {"a": torch.arange(3.0)}
     assert [result["a"].tolist() for result in with_hook(hook, own)] == [[0, 1, 2], [1, 2, 3]]
@@ -329,8 +309,7 @@ def test_weights_that_differ_are_an_error_on_every_rank(
     group: Any, weights: tuple[float, float]
 ) -> None:
     own = {"w": torch.ones(3)}
-    hook = TorchHook(None, debugging_hooks.noop_hook)
-    with fddp.GradSync(own, group=group, hook=hook) as sync:
+    with fddp.GradSync(own, group=group, hook=NOOP) as sync:
         with pytest.raises(fddp.WeightError, match=r"TorchHook\(noop_hook\) divides by the num"):
             sync(own, weight=weights[group.rank])
         assert torch.equal(sync(own)["w"], own["w"])
@@ -341,8 +320,7 @@ def test_weights_that_differ_are_an_error_on_every_rank(
 @on_threads(2)
 def test_equal_weights_do_not_show(group: Any, weight: float, dtype: torch.dtype) -> None:
     own = {"w": torch.tensor([1.0 + group.rank, 1000.0], dtype=dtype)}
-    hook = TorchHook(None, debugging_hooks.noop_hook)
-    with fddp.GradSync(own, group=group, hook=hook) as sync:
+    with fddp.GradSync(own, group=group, hook=NOOP) as sync:
         for heavy in (weight, weight, 1.0):
             assert torch.equal(sync(own, weight=heavy)["w"], own["w"])
 
@@ -355,62 +333,49 @@ def test_gradients_are_as_they_are_however_they_are_packed(
 
     def run(group: Any) -> None:
         own = {"w": torch.tensor([1.0 + group.rank, 1000.0])}
-        hook = TorchHook(None, debugging_hooks.noop_hook)
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
+        with fddp.GradSync(own, group=group, hook=NOOP) as sync:
             step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, weight_fn=lambda p: 3.0)
             assert torch.equal(step(own)[1]["w"], own["w"])
 
     fddp.loopback(2, run)
 
 
-def test_ranks_at_rest_count_as_zeros_where_they_may() -> None:
-    from fddp.runtime.contributions import TreeContributions
-
-    def run(group: Any) -> Any:
-        own = torch.tensor([4.0, 6.0])
-        hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
-        with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
-            step = sync._engine.open(Method.CALL, with_stats=False)
-            step.allow_idle_ranks = True
-            weight = 1.0 - group.rank
-            step.begin(TreeContributions(step.program, [own], weight), [own])
-            (mean,) = sync._engine.finish(step).leaves
-            return mean
-
-    assert [mean.tolist() for mean in fddp.loopback(2, run)] == [[2.0, 3.0], [0.0, 0.0]]
+@on_threads(2)
+def test_ranks_at_rest_count_as_zeros_where_they_may(group: Any) -> None:
+    own = torch.tensor([4.0, 6.0])
+    hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
+    with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
+        step = sync._engine.open(Method.CALL, with_stats=False)
+        step.allow_idle_ranks = True
+        step.begin(TreeContributions(step.program, [own], 1.0 - group.rank), [own])
+        (mean,) = sync._engine.finish(step).leaves
+        assert mean.tolist() == [[2.0, 3.0], [0.0, 0.0]][group.rank]
 
 
-def test_micro_batches_are_averaged_first() -> None:
-    def run(group: Any) -> Any:
-        own = {"w": torch.tensor([1.0])}
-        hook = TorchHook(None, debugging_hooks.noop_hook)
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
-            step = sync.value_and_grad(lambda p: 5.0 * p["w"].sum())
-            return step(own, accumulated=({"w": torch.tensor([9.0])}, 3.0))[1]["w"].item()
-
-    assert fddp.loopback(2, run) == [(9.0 + 5.0) / 4] * 2
+@on_threads(2)
+def test_micro_batches_are_averaged_first(group: Any) -> None:
+    own = {"w": torch.tensor([1.0])}
+    with fddp.GradSync(own, group=group, hook=NOOP) as sync:
+        step = sync.value_and_grad(lambda p: 5.0 * p["w"].sum())
+        grads = step(own, accumulated=({"w": torch.tensor([9.0])}, 3.0))[1]
+        assert grads["w"].item() == (9.0 + 5.0) / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_late_gradients_join_as_their_mean(ranks: RankPool, dtype: torch.dtype) -> None:
-    for plain, hooked, repaired in ranks.run(2, run_late, dtype):
-        assert any(repaired)
-        assert largest(plain, hooked) < torch.finfo(dtype).eps * 4
-
-
-def run_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
-    """A leaf that a re-entrant checkpoint uses again after its bucket has left."""
+@on_processes(2)
+def test_late_gradients_join_as_their_mean(rank: int, n: int, dtype: torch.dtype) -> None:
+    """Of a leaf that a re-entrant checkpoint uses again after its bucket has left."""
     own = {f"w{i}": rand(4, 4, seed=i, dtype=dtype) for i in range(4)}
-
     results: list[list[Any]] = []
     for hook in (None, TorchHook(None, default_hooks.allreduce_hook)):
         nbytes = dtype.itemsize * 16 / 2**20
         with fddp.GradSync(own, hook=hook, bucket_cap_mb=nbytes, first_bucket_mb=nbytes) as sync:
             step = sync.value_and_grad(late_loss, with_info=True)
             x = rand(4, 4, seed=rank, dtype=dtype)
-            results.append([step(own, x, n == 1 and rank == 1)[1:] for n in range(3)])
+            results.append([step(own, x, turn == 1 and rank == 1)[1:] for turn in range(3)])
     plain, hooked = ([grads for grads, _ in steps] for steps in results)
-    return plain, hooked, [info.repaired for _, info in results[1]]
+    assert any(info.repaired for _, info in results[1])
+    assert largest(plain, hooked) < torch.finfo(dtype).eps * 4
 
 
 # What goes wrong
@@ -425,17 +390,14 @@ def run_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
         (lambda bucket: finished(bucket.buffer()[1:]), "holds 2 elements where the bucket has 3"),
     ],
 )
-def test_hooks_that_return_no_result(returned: Any, problem: str) -> None:
-    def run(group: Any) -> str:
-        own = {"w": torch.ones(3)}
-        hook = TorchHook(None, lambda _, bucket: returned(bucket))
-        with fddp.GradSync(own, group=group, hook=hook) as sync:
-            with pytest.raises(HookError, match=problem) as caught:
-                sync(own)
-            assert isinstance(caught.value, (TypeError, RuntimeError))
-            return str(caught.value)
-
-    assert all("TorchHook(<lambda>)" in text for text in fddp.loopback(2, run))
+@on_threads(2)
+def test_hooks_that_return_no_result(group: Any, returned: Any, problem: str) -> None:
+    own, hook = {"w": torch.ones(3)}, TorchHook(None, lambda _, bucket: returned(bucket))
+    with fddp.GradSync(own, group=group, hook=hook) as sync:
+        with pytest.raises(HookError, match=problem) as caught:
+            sync(own)
+        assert isinstance(caught.value, (TypeError, RuntimeError))
+        assert "TorchHook(<lambda>)" in str(caught.value)
 
 
 def test_a_hook_that_raises_on_one_rank(launch: Launch) -> None:
@@ -462,7 +424,7 @@ def raise_on_one(group: Any) -> str:
 
 
 def test_places_where_such_a_hook_has_no_meaning() -> None:
-    hook = TorchHook(None, debugging_hooks.noop_hook)
+    hook = NOOP
     with pytest.raises(ValueError, match="divides by the number of ranks itself; use it alone"):
         chain(fp16_compress, hook)
     assert chain(hook, allreduce) == hook
