@@ -121,7 +121,6 @@ GOOD = Sample("all_reduce", 8, 2, 1.0)
         ([GOOD, Sample("all_gather", 8, 2, 0.5)], "at least two sizes"),
         # All steps and shares in one proportion: 2 and 12, 4 and 24.
         ([Sample("all_reduce", 12, 2, 1.0), Sample("all_reduce", 18, 3, 2.0)], "two sizes"),
-        ([GOOD, GOOD._replace(time_s=0.0)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(time_s=math.nan)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(time_s=math.inf)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(ranks=1)], "at least 2 ranks"),
@@ -157,10 +156,16 @@ def test_bad_models(arguments: tuple[Any, ...], message: str) -> None:
 
 
 def test_bad_questions() -> None:
+    cost, samples = CostModel(1.0, 1.0), [Sample("all_reduce", n, 2, 1e-3) for n in (1, 2)]
     with pytest.raises(ValueError, match=r"kind must be one of .* got 'pack'"):
-        CostModel(1.0, 1.0).time_s("pack", 1, 2)  # type: ignore[arg-type]
+        cost.time_s("pack", 1, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1 rank, got 0"):
-        CostModel(1.0, 1.0).time_s("all_reduce", 1, 0)
+        cost.time_s("all_reduce", 1, 0)
+    with pytest.raises(ValueError, match="algorithm must be one of ring, tree, direct, got 'zz'"):
+        CostModel.fit(samples, algorithm="zz")  # type: ignore[arg-type]
+    for nbytes in (-1, math.nan):
+        with pytest.raises(ValueError, match="nbytes must be at least 0"):
+            cost.time_s("all_reduce", nbytes, 2)  # type: ignore[arg-type]
 
 
 @given(numbers, numbers, algorithms, st.floats(0.01, 1.0))
@@ -169,21 +174,11 @@ def test_models_survive_json(alpha_s: float, beta: float, algorithm: Any, overla
     assert CostModel.from_json(cost.to_json()) == cost
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "cost JSON: invalid JSON"),
-        ("[]", "an object with the fields alpha_s, beta_s_per_byte, algorithm, overlap"),
-        (
-            json.dumps({"alpha_s": 1}),
-            r"the value lacks \['beta_s_per_byte', 'algorithm', 'overlap'\]",
-        ),
-        (CostModel(1.0, 1.0).to_json().replace('"ring"', '"star"'), "algorithm must be one of"),
-    ],
-)
-def test_bad_json(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CostModel.from_json(text)
+def test_bad_json() -> None:
+    with pytest.raises(ValueError, match="cost JSON: the value lacks"):
+        CostModel.from_json(json.dumps({"alpha_s": 1}))
+    with pytest.raises(ValueError, match="algorithm must be one of"):
+        CostModel.from_json(CostModel(1.0, 1.0).to_json().replace('"ring"', '"star"'))
 
 
 def test_presets_are_in_order() -> None:
@@ -202,15 +197,3 @@ def test_presets_are_in_order() -> None:
     ]
     small_s = PRESETS["gloo-loopback"].time_s("all_reduce", 8, 2)
     assert 1.3e-3 <= small_s <= 2.6e-3  # as measured
-
-
-def test_a_fit_to_an_unknown_algorithm() -> None:
-    samples = [Sample("all_reduce", n, 2, 1e-3) for n in (1, 2)]
-    with pytest.raises(ValueError, match="algorithm must be one of ring, tree, direct, got 'zz'"):
-        CostModel.fit(samples, algorithm="zz")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("nbytes", [-1, math.nan])
-def test_invalid_bytes(nbytes: Any) -> None:
-    with pytest.raises(ValueError, match="nbytes must be at least 0"):
-        CostModel(1e-6, 1e-9).time_s("all_reduce", nbytes, 2)

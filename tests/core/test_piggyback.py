@@ -16,6 +16,7 @@ from fddp.core.schedule.piggyback import with_separate_word
 from tests.support.collectives import record_issued
 from tests.support.examples import examples
 from tests.support.models import batch, mlp, mlp_loss, same_bits
+from tests.support.on_ranks import on_threads
 from tests.support.ranks import Launch
 
 WORLD = fddp.Topology(world=2)
@@ -69,32 +70,28 @@ def test_piggybacked_word_equals_a_separate_word(weights: list[float], dtype: to
         assert (riding.active, riding.users) == (own.active, own.users)
 
 
-def test_nonfinite_gradients_do_not_affect_the_word() -> None:
-    def run(group: Any) -> Any:
-        grads = {"w": torch.tensor([math.nan, math.inf, 1.0])}
-        with fddp.GradSync(grads, group=group) as sync:
-            mean, info = sync(grads, weight=3.0 + group.rank, with_info=True)
-            return mean["w"][2].item(), info.total_weight, info.active, info.all_finite
+@on_threads(2)
+def test_nonfinite_gradients_do_not_affect_the_word(group: Any) -> None:
+    grads = {"w": torch.tensor([math.nan, math.inf, 1.0])}
+    with fddp.GradSync(grads, group=group) as sync:
+        mean, info = sync(grads, weight=3.0 + group.rank, with_info=True)
+    assert mean["w"][2].item() == 1.0
+    assert (info.total_weight, info.active, info.all_finite) == (7.0, 2, False)
 
-    assert fddp.loopback(2, run) == [(1.0, 7.0, 2, False)] * 2
 
-
-def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
-    def run(group: Any) -> Any:
-        params = {"a": torch.zeros(3), "b": torch.zeros(3)}
-        with fddp.GradSync(params, group=group, **SMALL) as sync:
-            assert len(sync.plan.buckets) == 2
-            (last,) = sync.plan.buckets[-1].leaves
-            grads = {name: torch.ones(3) for name in params}
-            if group.rank == 1:
-                grads[sync.plan.paths[last]] = torch.ones(3, device="meta")
-            issued = record_issued(sync)
-            with pytest.raises(fddp.FddpError, match="is on meta where its bucket is on cpu"):
-                sync(grads)
-            assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
-            return sync({name: torch.ones(3) for name in params})["b"].tolist()
-
-    assert fddp.loopback(2, run) == [[1.0] * 3] * 2
+@on_threads(2)
+def test_failure_in_packing_the_last_bucket_is_in_its_control_word(group: Any) -> None:
+    params = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with fddp.GradSync(params, group=group, **SMALL) as sync:
+        assert len(sync.plan.buckets) == 2
+        (last,) = sync.plan.buckets[-1].leaves
+        ones = {name: torch.ones(3) for name in params}
+        odd = {sync.plan.paths[last]: torch.ones(3, device="meta")} if group.rank == 1 else {}
+        issued = record_issued(sync)
+        with pytest.raises(fddp.FddpError, match="is on meta where its bucket is on cpu"):
+            sync({**ones, **odd})
+        assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
+        assert sync(ones)["b"].tolist() == [1.0] * 3
 
 
 def test_under_a_hook_the_word_is_sent_apart(launch: Launch) -> None:
@@ -117,26 +114,23 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
         return counts, sync.transport == "c10d"
 
 
-def test_the_word_of_an_idle_bucket_is_sent_apart() -> None:
+@on_threads(2)
+def test_the_word_of_an_idle_bucket_is_sent_apart(group: Any) -> None:
     """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has."""
+    params = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    plan = fddp.plan_buckets(params, **SMALL)
+    (last,) = (plan.paths[leaf] for leaf in plan.buckets[-1].leaves)
 
-    def run(group: Any) -> Any:
-        params = {"a": torch.zeros(3), "b": torch.zeros(3)}
-        plan = fddp.plan_buckets(params, **SMALL)
-        (last,) = (plan.paths[leaf] for leaf in plan.buckets[-1].leaves)
+    def loss_fn(p: dict[str, Tensor]) -> Tensor:
+        return sum(p[name].sum() for name in p if name != last)
 
-        def loss_fn(p: dict[str, Tensor]) -> Tensor:
-            return sum(p[name].sum() for name in p if name != last)
-
-        with fddp.GradSync(plan, group=group) as sync:
-            sync._engine._idle = frozenset({1})
-            issued = record_issued(sync)
-            _, grads = sync.value_and_grad(loss_fn)(params)
-            assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
-            return {name: None if g is None else g.tolist() for name, g in grads.items()}, last
-
-    for grads, last in fddp.loopback(2, run):
-        assert grads == {name: [1.0] * 3 if name != last else None for name in "ab"}
+    with fddp.GradSync(plan, group=group) as sync:
+        sync._engine._idle = frozenset({1})
+        issued = record_issued(sync)
+        _, grads = sync.value_and_grad(loss_fn)(params)
+        assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
+    found = {name: None if g is None else g.tolist() for name, g in grads.items()}
+    assert found == {name: [1.0] * 3 if name != last else None for name in "ab"}
 
 
 def gradients(group: Any, rides: bool) -> list[Any]:

@@ -71,7 +71,6 @@ def test_an_axis_that_is_not_there() -> None:
     [
         (lambda: Topology(), r"^a topology needs at least one axis, such as Topology\(world=4\)$"),
         (lambda: Topology(world=0), r"^axis 'world' needs an int of at least 1 as size, got 0$"),
-        (lambda: Topology(world=-3), r"at least 1 as size, got -3$"),
         (lambda: Topology(host=2, local=True), r"^axis 'local' needs an int .* got True$"),
         (lambda: Topology(world=2.0), r"got 2\.0$"),  # type: ignore[arg-type]
         (

@@ -14,6 +14,7 @@ from torch import Tensor
 import fddp
 from fddp.hooks import error_feedback, int4, int8
 from fddp.transport.operation import Operation
+from tests.hooks.one_leaf import random_inputs, run_leaf
 from tests.support.groups import rank_of
 from tests.support.hook_models import name_of, steps
 from tests.support.models import same_bits
@@ -49,37 +50,12 @@ def rounded(values: list[float], hook: Any, ranks: int) -> list[float]:
     ]
 
 
-def means(hook: Any, inputs: list[list[Tensor]]) -> tuple[list[Tensor], list[Any]]:
-    """Means by step and each rank's last state, from gradients by step and rank."""
-
-    def run(group: Any) -> Any:
-        with fddp.GradSync({"w": inputs[0][0]}, group=group, hook=hook) as sync:
-            found, state = [], sync.init_state()
-            for own in inputs:
-                mean, state = sync.update({"w": own[group.rank]}, state)
-                found.append(mean["w"])
-            return found, state
-
-    runs = fddp.loopback(len(inputs[0]), run)
-    bits = [[mean.view(torch.uint8) for mean in found] for found, _ in runs]  # of NaN, too
-    assert same_bits(bits)
-    return runs[0][0], [state for _, state in runs]
-
-
-def random_inputs(ranks: int, numel: int, steps: int = 2) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [
-        [torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(ranks)]
-        for _ in range(steps)
-    ]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("hook", [int8(1), int8(7), int8(64), int4(1), int4(7)], ids=name_of)
 def test_values_and_sums_are_multiples_of_the_blocks_scale(ranks: int, hook: Any) -> None:
-    inputs = random_inputs(ranks, 30)
+    inputs = random_inputs(ranks, 30, steps=2)
     inputs[1][0][:7] = 0.0
-    found, _ = means(hook, inputs)
+    found, _ = run_leaf(hook, inputs)
     for own, mean in zip(inputs, found, strict=True):
         parts = [rounded((grad / ranks).tolist(), hook, ranks) for grad in own]
         total = [sum(column) for column in zip(*parts, strict=True)]
@@ -98,7 +74,7 @@ def test_errors_are_within_half_a_step_of_each_rank_and_of_the_sum(data: st.Data
     numel = data.draw(st.integers(1, 40), label="numel")
     vectors = st.lists(numbers, min_size=numel, max_size=numel)
     own = [torch.tensor(data.draw(vectors), dtype=dtype) for _ in range(ranks)]
-    (mean,), _ = means(hook, [own])
+    (mean,), _ = run_leaf(hook, [own])
 
     sent = [(grad.double() / ranks).tolist() for grad in own]
     exact = [math.fsum(column) for column in zip(*sent, strict=True)]
@@ -157,7 +133,7 @@ def test_error_feedback_keeps_the_errors_of_values_and_sums(
     generator = torch.Generator().manual_seed(ranks)
     own = [torch.randn(50, generator=generator, dtype=dtype) for _ in range(ranks)]
     for count in (1, 40):
-        found, states = means(error_feedback(hook), [own] * count)
+        found, states = run_leaf(error_feedback(hook), [own] * count)
         owed = sum(state[0]["residual"] for state in states)
         exact, total = count * sum(own), ranks * sum(found)
         assert torch.allclose(total + owed, exact, rtol=1e-4, atol=1e-4 * count)
@@ -184,7 +160,7 @@ def test_a_residual_that_is_not_finite_is_not_kept(group: Any) -> None:
 def test_values_that_are_not_finite_arrive(ranks: int, value: float, hook: Any) -> None:
     own = [torch.ones(30) for _ in range(ranks)]
     own[1][17] = value
-    (mean,), states = means(hook, [own])
+    (mean,), states = run_leaf(hook, [own])
     assert not mean[17].isfinite()
     others = torch.tensor([abs(i - 17) >= 4 for i in range(30)])
     assert torch.allclose(mean[others], torch.ones(30)[others])
@@ -207,7 +183,7 @@ def test_sums_out_of_range_are_not_finite(ranks: int) -> None:
 
 def test_tiny_values_keep_their_sign() -> None:
     own = [torch.full((3,), 190 * 2.0**-149), torch.zeros(3), torch.zeros(3)]
-    (mean,), _ = means(int8(), [[grad * 3 for grad in own]])
+    (mean,), _ = run_leaf(int8(), [[grad * 3 for grad in own]])
     assert (mean > 0).all()
 
 

@@ -28,6 +28,7 @@ from fddp.hooks import (
 from fddp.hooks.power_sgd import PowerSgd
 from fddp.testing import assert_mean, gradients, param_trees
 from fddp.tree.pytree import flatten
+from tests.hooks.one_leaf import random_inputs, run_leaf
 from tests.support.hook_models import (
     SMALL,
     Halves,
@@ -86,30 +87,6 @@ def test_four_ranks_get_the_same_bits(hook: Hook[Any]) -> None:
 
 
 # Against plain references: one leaf, so that the bucket is the leaf
-
-
-def run_leaf(hook: Hook[Any], inputs: list[list[Tensor]]) -> tuple[list[Tensor], list[Any]]:
-    """Means by step and each rank's last state, from gradients by step and rank."""
-
-    def run(group: Any) -> Any:
-        with fddp.GradSync({"w": inputs[0][0]}, group=group, hook=hook) as sync:
-            means, state = [], sync.init_state()
-            for own in inputs:
-                mean, state = sync.update({"w": own[group.rank]}, state)
-                means.append(mean["w"])
-            return means, state
-
-    runs = fddp.loopback(len(inputs[0]), run)
-    assert same_bits([means for means, _ in runs])
-    return runs[0][0], [state for _, state in runs]
-
-
-def random_inputs(world_size: int, *shape: int, steps: int = 4) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(world_size)
-    return [
-        [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(world_size)]
-        for _ in range(steps)
-    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
