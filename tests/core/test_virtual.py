@@ -404,15 +404,6 @@ def test_sums_that_are_left_must_not_be_lost() -> None:
         check_schedule(gathered)
 
 
-def test_malformed_operations_are_named() -> None:
-    nested = nested_schedule()
-    ops = [op._replace(axes=("pod",)) if op.axes == ("host",) else op for op in nested.ops]
-    with pytest.raises(
-        fddp.ScheduleError, match="it runs along 'pod'; the axes are host and local"
-    ):
-        check_schedule(dataclasses.replace(nested, ops=tuple(ops)))
-
-
 def test_a_schedule_that_ends_within_hosts_is_refused() -> None:
     nested = schedule_of(8, GRID, algorithm="reduce_scatter")
     within = [

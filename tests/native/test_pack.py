@@ -35,25 +35,16 @@ from tests.support.pack_cases import (
 # Agreement
 
 
-@given(cases(FORMS))
-def test_pack_agrees(case: Case) -> None:
+@pytest.mark.parametrize("name", ["pack_", "pack_add_"])
+@given(case=cases(FORMS))
+def test_packing_agrees(name: str, case: Case) -> None:
     before = case.buffer.clone()
     expected = case.buffer.clone()
-    peak = pack_reference.pack_(expected, case.layout, case.leaves, case.scale)
-    assert pack.pack_(case.buffer, case.layout, case.leaves, case.scale) == peak
+    args = case.layout, case.leaves, case.scale
+    peak = getattr(pack_reference, name)(expected, *args)
+    assert getattr(pack, name)(case.buffer, *args) == peak
     assert_same_bits(case.buffer, expected)
-    assert math.isnan(pack_foreach.pack_(before, case.layout, case.leaves, case.scale))
-    assert_same_bits(before, expected)
-
-
-@given(cases(FORMS))
-def test_pack_add_agrees(case: Case) -> None:
-    before = case.buffer.clone()
-    expected = case.buffer.clone()
-    peak = pack_reference.pack_add_(expected, case.layout, case.leaves, case.scale)
-    assert pack.pack_add_(case.buffer, case.layout, case.leaves, case.scale) == peak
-    assert_same_bits(case.buffer, expected)
-    assert math.isnan(pack_foreach.pack_add_(before, case.layout, case.leaves, case.scale))
+    assert math.isnan(getattr(pack_foreach, name)(before, *args))
     assert_same_bits(before, expected)
 
 
