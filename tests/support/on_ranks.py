@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,11 @@ def on_threads(world_size: int) -> Callable[[Fn], Fn]:
     """Make a test of `fn(group, **fixtures)`, which runs on so many threads."""
 
     def decorate(fn: Fn) -> Fn:
+        @functools.wraps(fn)
         def test(**fixtures: Any) -> None:
             loopback(world_size, lambda group: fn(group, **fixtures))
 
-        return _named_as(fn, test, inspect.signature(fn).parameters.values(), leading=1)
+        return _taking(test, [*inspect.signature(fn).parameters][1:])
 
     return decorate
 
@@ -28,25 +30,23 @@ def on_processes(world_size: int) -> Callable[[Fn], Fn]:
     """Make a test of `fn(rank, world_size, **fixtures)`, which runs on so many processes."""
 
     def decorate(fn: Fn) -> Fn:
+        @functools.wraps(fn)
         def test(ranks: RankPool, **fixtures: Any) -> None:
-            ranks.run(world_size, _call_body, test, fixtures)
+            ranks.run(world_size, _call_wrapped, test, fixtures)
 
-        test.body = fn  # type: ignore[attr-defined]
-        pool = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        own = [*inspect.signature(fn).parameters.values()][2:]
-        return _named_as(fn, test, [pool, *own], leading=0)
+        return _taking(test, ["ranks", *[*inspect.signature(fn).parameters][2:]])
 
     return decorate
 
 
-def _named_as(fn: Fn, test: Any, parameters: Any, leading: int) -> Fn:
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(test, name, getattr(fn, name))
-    test.__signature__ = inspect.Signature([*parameters][leading:])
+def _taking(test: Any, names: list[str]) -> Fn:
+    """Let pytest pass these fixtures and parameters."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     result: Fn = test
     return result
 
 
-def _call_body(rank: int, world_size: int, test: Any, fixtures: dict[str, Any]) -> None:
+def _call_wrapped(rank: int, world_size: int, test: Any, fixtures: dict[str, Any]) -> None:
     """Processes know functions by their names, and that of the function is the test's."""
-    test.body(rank, world_size, **fixtures)
+    test.__wrapped__(rank, world_size, **fixtures)
