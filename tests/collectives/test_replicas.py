@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -212,17 +213,14 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_trees_of_another_structure(case: str) -> None:
-    def run(group: Any) -> Ending:
-        own = OTHERS[case][0] if group.rank else {"w": torch.zeros(3)}
-        seen = ending(lambda: fddp.check_replicas(own, group))
-        fddp.check_replicas(torch.ones(2), group)
-        return seen
-
-    first, second = fddp.loopback(2, run)
-    assert first.text == second.text
-    assert first.kinds[0] == "DesyncError"
-    assert OTHERS[case][1] in first.text
+@on_threads(2)
+def test_trees_of_another_structure(group: Any, case: str) -> None:
+    tree, text = OTHERS[case]
+    own = tree if group.rank else {"w": torch.zeros(3)}
+    with pytest.raises(fddp.DesyncError) as caught:
+        fddp.check_replicas(own, group)
+    assert text in str(caught.value)
+    fddp.check_replicas(torch.ones(2), group)
 
 
 def test_against_an_operator(launch: Launch) -> None:
@@ -247,22 +245,20 @@ BAD = {
 }
 
 
+def check_alone(group: Any, call: Callable[[], Any], kind: str, text: str) -> None:
+    """Rank 1 makes a mistake, which all ranks get; the group stays usable."""
+    found = ending(call if group.rank else lambda: fddp.check_replicas({"w": W}, group))
+    assert found.kinds[0] == (kind if group.rank else "PeerError")
+    assert text in found.text
+    assert group.rank or f"rank 1 can't take part: {kind}: " in found.text
+    fddp.check_replicas({"w": W}, group)
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_a_tree_that_cannot_be_read(case: str) -> None:
+@on_threads(2)
+def test_a_tree_that_cannot_be_read(group: Any, case: str) -> None:
     own, kind, text = BAD[case]
-
-    def run(group: Any) -> Ending:
-        mine = own if group.rank else {"w": torch.zeros(2)}
-        seen = ending(lambda: fddp.check_replicas(mine, group))
-        fddp.check_replicas(torch.ones(2), group)
-        return seen
-
-    outcome, bad = fddp.loopback(2, run)
-    assert outcome.kinds[0] == "PeerError"
-    assert "rank 1 can't take part" in outcome.text
-    assert bad.kinds[0] == kind
-    assert text in bad.text
-    assert text in outcome.text
+    check_alone(group, lambda: fddp.check_replicas(own, group), kind, text)
 
 
 @pytest.mark.parametrize(
@@ -274,44 +270,33 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
         ("step", 2.0, "step=2.0 must be an int"),
     ],
 )
-def test_periods_that_are_no_numbers(name: str, value: Any, outcome: str) -> None:
+@on_threads(2)
+def test_periods_that_are_no_numbers(group: Any, name: str, value: Any, outcome: str) -> None:
     """On one rank, whose check the others would wait for."""
-
-    def run(group: Any) -> Ending:
-        numbers = {"every": 2, "step": 4, **({name: value} if group.rank == 1 else {})}
-        seen = ending(lambda: fddp.check_replicas({"w": W}, group, **numbers))
-        fddp.check_replicas({"w": W}, group)  # the group is usable
-        return seen
-
-    first, second = fddp.loopback(2, run)
-    assert second.kinds[0] in ("TypeError", "ValueError")
-    assert outcome in second.text
-    assert first.kinds[0] == "PeerError"
-    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {outcome}" in first.text
+    numbers: Any = {"every": 2, "step": 4, name: value}
+    kind = "ValueError" if "above" in outcome else "TypeError"
+    call = lambda: fddp.check_replicas({"w": W}, group, **numbers)  # noqa: E731
+    check_alone(group, call, kind, f"check_replicas: {outcome}" if not group.rank else outcome)
 
 
 @pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
 @pytest.mark.parametrize("moves", [False, True])
-def test_ranks_at_different_checks(numbers: dict[str, int], moves: bool) -> None:
+@on_threads(3)
+def test_ranks_at_different_checks(group: Any, numbers: dict[str, int], moves: bool) -> None:
     """The error does not depend on the values."""
-
-    def run(group: Any) -> fddp.DesyncError:
-        own = {"every": 2, "step": 6, **(numbers if group.rank == 1 else {})}
-        tree = {"w": torch.tensor(float(group.rank * moves))}
-        with pytest.raises(fddp.DesyncError) as caught:
-            fddp.check_replicas(tree, group, **own)
-        fddp.check_replicas({"w": W}, group, every=2, step=6)
-        return caught.value
-
-    theirs = {"every": 2, "step": 6, **numbers}
-    for rank, error in enumerate(fddp.loopback(3, run)):
-        own = theirs if rank == 1 else {"every": 2, "step": 6}
-        assert f"check_replicas of 1 leaf at step {own['step']}, every={own['every']}" in str(error)
-        assert (
-            f"ranks 0 and 2 at step 6, every=2; rank 1 at step {theirs['step']}, "
-            f"every={theirs['every']}; pass the same step and the same every" in str(error)
-        )
-        assert (error.path, error.ranks) == ("", (1,))
+    usual = {"every": 2, "step": 6}
+    theirs = {**usual, **numbers}
+    own = theirs if group.rank == 1 else usual
+    with pytest.raises(fddp.DesyncError) as caught:
+        fddp.check_replicas({"w": torch.tensor(float(group.rank * moves))}, group, **own)
+    fddp.check_replicas({"w": W}, group, **usual)
+    text = str(caught.value)
+    assert f"check_replicas of 1 leaf at step {own['step']}, every={own['every']}" in text
+    assert (
+        f"ranks 0 and 2 at step 6, every=2; rank 1 at step {theirs['step']}, "
+        f"every={theirs['every']}; pass the same step and the same every" in text
+    )
+    assert (caught.value.path, caught.value.ranks) == ("", (1,))
 
 
 def in_grad(tree: Any, group: Any) -> None:
@@ -324,19 +309,13 @@ def in_vmap(tree: Any, group: Any) -> None:
 
 @pytest.mark.parametrize("check", [in_grad, in_vmap])
 @pytest.mark.parametrize("alone", [False, True])
-def test_not_in_a_transform(check: Any, alone: bool) -> None:
-    def run(group: Any) -> Ending:
-        own = {"w": torch.ones(2)}
-        within = group.rank == 0 or not alone
-        seen = ending(lambda: (check if within else fddp.check_replicas)(own, group))
-        fddp.check_replicas(own, group)  # the group is usable
-        return seen
-
-    bad, outcome = fddp.loopback(2, run)
-    assert bad.kinds[0] == "TransformError"
-    assert outcome.kinds[0] == ("PeerError" if alone else "TransformError")
-    for seen in (bad, outcome):
-        assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in seen.text
+@on_threads(2)
+def test_not_in_a_transform(group: Any, check: Any, alone: bool) -> None:
+    own, within = {"w": torch.ones(2)}, group.rank == 0 or not alone
+    found = ending(lambda: (check if within else fddp.check_replicas)(own, group))
+    assert found.kinds[0] == ("TransformError" if within else "PeerError")
+    assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in found.text
+    fddp.check_replicas(own, group)  # the group is usable
 
 
 def test_a_compiled_function_breaks_its_graph() -> None:

@@ -183,14 +183,6 @@ def test_few_buckets_where_more_gain_nothing() -> None:
     assert plan.buckets[1].leaves == (499,)
 
 
-def test_one_rank_gains_nothing() -> None:
-    leaves = [LeafSpec(f"leaf{i}", (1000,), "float32") for i in range(5)]
-    plan = optimal_plan(
-        leaves, list(range(5)), [0.1] * 5, Target(CostModel(1.0, 1.0), Topology(world=1))
-    )
-    assert len(plan.buckets) == 1
-
-
 # From trees
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import error_feedback, int4, int8
-from fddp.transport.operation import Operation
 from tests.hooks.one_leaf import random_inputs, run_leaf
+from tests.support.collectives import record_issued
 from tests.support.groups import rank_of
 from tests.support.hook_models import name_of, steps
 from tests.support.models import same_bits
@@ -106,17 +106,11 @@ def test_bytes_do_not_grow_with_the_ranks(ranks: int, algorithm: Any) -> None:
             assert kinds & {"all_reduce", "reduce_scatter", "all_gather"} == {algorithm}
             average = sync if algorithm == "all_reduce" else sync.reduce_scatter
             average(grads)
-            operations: list[Operation] = []
-            transport = sync._engine.transport
-            start = transport._start
-
-            def note(operation: Operation) -> Any:
-                operations.append(operation)
-                return start(operation)
-
-            transport._start = note  # type: ignore[method-assign]
+            issued = record_issued(sync)
             average(grads)
-            nbytes = sum(SENT[op.kind] * op.tensor.nbytes for op in operations)
+            nbytes = sum(
+                SENT[op.kind] * op.numel * getattr(torch, op.dtype).itemsize for op in issued
+            )
             return nbytes * (ranks - 1) / ranks
 
     eighth, quarter, plain = (fddp.loopback(ranks, run, h) for h in (int4(), int8(), None))
