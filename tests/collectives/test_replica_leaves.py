@@ -120,12 +120,6 @@ def test_jax_arrays_of_float8_are_refused_by_name(name: str) -> None:
     assert "rank 0" in outcome
 
 
-def test_a_jax_scalar() -> None:
-    (error, *_) = drifted(arrays, lambda tree: {**tree, "0-dim": jnp.array(3.0)})
-    assert error.path == "0-dim"
-    assert "its value: 2.0 on rank 0 and 3.0 on rank 1" in str(error)
-
-
 @on_threads(2)
 def test_a_jax_array_that_is_laid_out_otherwise(group: Any) -> None:
     """A replica may hold a slice or a transpose of something else, as long as its values agree."""

@@ -136,13 +136,20 @@ def test_an_aborted_pass_is_reported(handler: Handler, param: Tensor) -> None:
     assert handler.calls == ["abort", "output", "end"]
 
 
+class Fails(Handler):
+    """Raises where it is called."""
+
+    def on_abort(self) -> None:
+        super().on_abort()
+        raise RuntimeError("nothing to restore")
+
+    def finish(self, *, required: bool) -> None:
+        super().finish(required=required)
+        raise KeyError("at the end")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_about_an_abort_leaves_the_first_error(param: Tensor) -> None:
-    class Fails(Handler):
-        def on_abort(self) -> None:
-            super().on_abort()
-            raise RuntimeError("nothing to restore")
-
     handler = Fails()
     output = output_of(param, raise_error)
     handler.watch.expect_outputs([output], True)
@@ -152,11 +159,6 @@ def test_an_error_about_an_abort_leaves_the_first_error(param: Tensor) -> None:
 
 
 def test_errors_at_the_end_are_raised_by_backward(param: Tensor) -> None:
-    class Fails(Handler):
-        def finish(self, *, required: bool) -> None:
-            super().finish(required=required)
-            raise KeyError("at the end")
-
     handler = Fails()
     output = output_of(param)
     handler.watch.expect_outputs([output], True)
@@ -216,19 +218,6 @@ def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor,
     handler.watch.expect_outputs([output], True)
     unusual(handler, param, output, case)
     assert handler.calls == ["output"]
-
-
-def test_leaves_are_returned_and_keep_the_hooks_of_others(handler: Handler, param: Tensor) -> None:
-    constant = torch.ones(1)
-    leaves = handler.watch.expect_outputs([param * 2, constant, param], True)
-    assert len(leaves) == 1
-    assert leaves[0] is param
-    handle = param.register_hook(handler.watch.reach_output)
-    param.sum().backward()
-    assert handler.calls == ["end"]
-    handle.remove()
-    param.sum().backward()
-    assert handler.calls == ["end"]
 
 
 def test_a_graph_keeps_its_handler_only_during_backward() -> None:

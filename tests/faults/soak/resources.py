@@ -150,21 +150,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)  # hblkhd is the fifth, uordblks the eighth
 
 
 def _libc() -> ctypes.CDLL:
@@ -175,4 +161,4 @@ def _heap_bytes() -> float:
     asking = _libc().mallinfo2  # of glibc 2.33
     asking.restype = _Mallinfo
     info = asking()
-    return float(info.uordblks + info.hblkhd)
+    return float(info.sizes[7] + info.sizes[4])
