@@ -15,7 +15,7 @@ from fddp.collectives import torch_library
 from fddp.collectives.call_cache import CallSpec, program_of
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.operator_program import Operator
-from tests.support.ranks import RankPool
+from tests.support.on_ranks import on_processes
 
 OPS = torch.ops.fddp
 
@@ -29,8 +29,9 @@ def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[
     return Call(communicator, program, CallRecord(None), ("backward",))
 
 
-def check_collectives(rank: int, world_size: int) -> int:
-    checked = 0
+@on_processes(2)
+def test_collectives_keep_torchs_rules(rank: int, world_size: int) -> None:
+    assert len(get_args(Operator)) == 7
     with fddp.Communicator() as ranks:
         for operator in get_args(Operator):
             leaves = [torch.randn(2, 3) + rank, torch.randn(2, 1, dtype=torch.float64)]
@@ -38,12 +39,6 @@ def check_collectives(rank: int, world_size: int) -> int:
             op = getattr(OPS, operator).default
             opcheck(op, (leaves, None, ranks.number, text))
             opcheck(op, ([None, leaves[1]], torch.empty(0), ranks.number, text))
-            checked += 1
-    return checked
-
-
-def test_collectives_keep_torchs_rules(ranks: RankPool) -> None:
-    assert ranks.run(2, check_collectives) == [7, 7]
 
 
 @given(

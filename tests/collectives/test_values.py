@@ -260,11 +260,3 @@ def test_trees_of_any_kind(data: Any) -> None:
     for found in fddp.loopback(2, run):
         wanted = fddp.tree_map(lambda *x: torch.stack([y.resolve_conj() for y in x]), *dense)
         assert same_bits([found, wanted])
-
-
-@on_threads(2)
-def test_a_tree_without_leaves(group: Any) -> None:
-    for empty in ({}, [None], {"a": torch.zeros(0)}):
-        found = fddp.psum(empty, group)
-        assert fddp.tree.pytree.flatten(found)[1] == fddp.tree.pytree.flatten(empty)[1]
-    assert fddp.psum(torch.tensor(1), group).item() == 2

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fddp
 from fddp.core.schedule.topology import Topology
-from tests.support.ranks import RankPool
+from tests.support.on_ranks import on_processes
 
 topologies = st.dictionaries(
     st.sampled_from(["pod", "host", "local", "core"]), st.integers(1, 4), min_size=1
@@ -91,21 +90,19 @@ def test_of_a_group_of_threads() -> None:
     assert fddp.loopback(2, Topology.from_group) == [Topology(world=2)] * 2
 
 
-def test_of_groups_and_meshes(ranks: RankPool) -> None:
-    for rank, (world, part, named, unnamed, one) in enumerate(ranks.run(4, of_meshes)):
-        assert world == Topology(world=4)
-        assert part == Topology(world=1 if rank == 3 else 3)
-        assert named == Topology(host=2, local=2)
-        assert unnamed == Topology(dim0=2, dim1=2)
-        assert one == Topology(local=2)
-
-
-def of_meshes(rank: int, world_size: int) -> Any:
+@on_processes(4)
+def test_of_groups_and_meshes(rank: int, world_size: int) -> None:
     some, single = dist.new_group([0, 1, 2]), dist.new_group([3])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
-    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    groups = (dist.group.WORLD, single if rank == 3 else some, mesh, unnamed, mesh["local"])
-    return [Topology.from_group(group) for group in groups]
+    alone = rank == 3
+    for group, topology in (
+        (dist.group.WORLD, Topology(world=4)),
+        (single if alone else some, Topology(world=1 if alone else 3)),
+        (mesh, Topology(host=2, local=2)),
+        (DeviceMesh("cpu", [[0, 1], [2, 3]]), Topology(dim0=2, dim1=2)),
+        (mesh["local"], Topology(local=2)),
+    ):
+        assert Topology.from_group(group) == topology
 
 
 @pytest.mark.parametrize("thing", [None, "gloo", 4, SimpleNamespace(size="large")])

@@ -18,6 +18,7 @@ import fddp
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
+from tests.support.on_ranks import on_processes
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, run_fresh
 
@@ -164,31 +165,24 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
         assert torch.allclose(after["layer0"]["weight"], expected["layer0"]["weight"], rtol=1e-12)
 
 
-def absent(rank: int, world_size: int) -> Any:
-    if rank == LOST:
-        dist.barrier()  # until the others have given up
-        return None
+@on_processes(3)
+def test_a_rank_that_does_not_build_its_sync(rank: int, world_size: int) -> None:
     begin_s = time.perf_counter()
-    seen = ending(lambda: fddp.GradSync(mlp(), timeout_s=0.5))
+    found = None if rank == LOST else ending(lambda: fddp.GradSync(mlp(), timeout_s=0.5))
     took_s = time.perf_counter() - begin_s
-    dist.barrier()
-    return seen, took_s
-
-
-def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
-    for rank, outcome in enumerate(ranks.run(3, absent)):
-        if rank == LOST:
-            continue
-        seen, took_s = outcome
-        assert seen.kinds[0] == "SyncTimeoutError"
-        assert "rank 1" in seen.text
-        assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in seen.text
-        assert "timeout_s=0.5" in seen.text
+    dist.barrier()  # until the others have given up
+    if found is not None:
+        assert found.kinds[0] == "SyncTimeoutError"
+        assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in found.text
+        assert "timeout_s=0.5" in found.text
         assert took_s < 2.4
 
 
-def drop(rank: int, world_size: int, transport: str) -> Resources:
-    """Return what ten syncs leave behind that are dropped without close()."""
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_processes(2)
+def test_a_sync_that_is_dropped_without_close_leaves_nothing(
+    rank: int, world_size: int, transport: Any
+) -> None:
     with fddp.GradSync(mlp(), transport=transport) as sync:
         sync(mlp())
     dist.barrier()
@@ -197,13 +191,5 @@ def drop(rank: int, world_size: int, transport: str) -> Resources:
         sync = fddp.GradSync(mlp(), transport=transport)
         sync(mlp())
         del sync
-    beyond = growth(before)
+    assert growth(before) == Resources(0, 0, 0)
     dist.barrier()
-    return beyond
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_sync_that_is_dropped_without_close_leaves_nothing(
-    ranks: RankPool, transport: str
-) -> None:
-    assert ranks.run(2, drop, transport) == [Resources(0, 0, 0)] * 2

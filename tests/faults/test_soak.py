@@ -12,6 +12,7 @@ import fddp
 from tests.faults.soak.rank import RankResult, Soak, run_rank
 from tests.faults.soak.resources import FLOORS, Usage, growths
 from tests.faults.soak.script import SHARES, draw
+from tests.support.on_ranks import on_processes
 from tests.support.process_resources import open_file_count
 from tests.support.ranks import RankPool
 
@@ -34,9 +35,9 @@ def test_nothing_grows_and_replicas_stay_equal(ranks: RankPool) -> None:
         assert not [growth for growth in grown if not growth.name.endswith("_bytes")]
 
 
-def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
-    module = torch.nn.Linear(2, 2)
-    counts = []
+@on_processes(2)
+def test_a_released_wrapper_keeps_no_descriptor(rank: int, world_size: int) -> None:
+    module, counts = torch.nn.Linear(2, 2), []
     for _ in range(4):
         wrapped = fddp.DistributedDataParallel(module)
         wrapped(torch.ones(1, 2)).sum().backward()
@@ -44,12 +45,7 @@ def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
         gc.collect()
         dist.barrier()
         counts.append(open_file_count())
-    return counts
-
-
-def test_a_released_wrapper_keeps_no_descriptor(ranks: RankPool) -> None:
-    for counts in ranks.run(2, wrappers_on_rank):
-        assert counts[-1] == counts[1], counts
+    assert counts[-1] == counts[1], counts
 
 
 def usages(**slopes: float) -> list[Usage]:

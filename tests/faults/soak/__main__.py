@@ -9,15 +9,9 @@ steps was taken. Replicas that differ, and errors, end it at once.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from fddp.cli.launch import launch
 from tests.faults.soak.rank import RankResult, Soak, run_rank
@@ -37,20 +31,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all samples there too")
     args = parser.parse_args()
     soak = Soak(args.steps, args.minutes, args.seed, SAMPLES, shown=True)
     began_s = time.monotonic()
     results = launch(args.ranks, run_rank, soak)
     took_s = time.monotonic() - began_s
-    if args.json is not None:
-        args.json.write_text(json.dumps([rank._asdict() for rank in results]))
-    console = Console(highlight=False)
     problems = _problems(soak, results)
-    console.print(_table(results))
-    console.print(_summary(results, took_s))
-    for problem in problems:
-        console.print(problem, markup=False)
+    print(_table(results), _summary(results, took_s), *problems, sep="\n")
     return 1 if problems else 0
 
 
@@ -67,23 +54,16 @@ def _problems(soak: Soak, results: Sequence[RankResult]) -> list[str]:
     return problems
 
 
-def _table(results: Sequence[RankResult]) -> Table:
-    table = Table(
-        title="medians of the middle and the last third of the run",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
-    )
-    for heading in ("rank", "resource", "middle", "last", "limit", ""):
-        table.add_column(heading, justify="left" if heading in ("resource", "") else "right")
+def _table(results: Sequence[RankResult]) -> str:
+    lines = ["medians of the middle and the last third of the run"]
     for rank, one in enumerate(results):
         for growth in growths(one.usages):
-            unit, form = (MIB, ".2f") if growth.name.endswith("_bytes") else (1, ".0f")
+            unit, form = (MIB, "12.2f") if growth.name.endswith("_bytes") else (1, "12.0f")
             numbers = (growth.middle, growth.last, growth.limit)
-            shown = [f"{number / unit:{form}}" for number in numbers]
-            verdict = "flat" if growth.is_flat else "GREW"
+            shown = " ".join(f"{number / unit:{form}}" for number in numbers)
             name = growth.name.replace("_bytes", ", MiB")
-            table.add_row(str(rank), name, *shown[:2], f"+{shown[2]}", verdict)
-    return table
+            lines.append(f"{rank:4} {name:12} {shown} {'flat' if growth.is_flat else 'GREW'}")
+    return "\n".join(lines)
 
 
 def _summary(results: Sequence[RankResult], took_s: float) -> str:
