@@ -315,6 +315,10 @@ SPARSE = plan_of(("e", "float32"), sparse=("e",))
             r"^reduce_dtype must be float32 or float64, got 'float16'$",
         ),
         (
+            lambda: make_schedule(ONE, WORLD, split_mb=0.0),
+            r"^split_mb must be a number of MiB above 0, got 0\.0$",
+        ),
+        (
             lambda: make_schedule(ONE, WORLD, split_mb=float("nan")),
             r"^split_mb must be a number of MiB above 0, got nan$",
         ),

@@ -121,6 +121,7 @@ GOOD = Sample("all_reduce", 8, 2, 1.0)
         ([GOOD, Sample("all_gather", 8, 2, 0.5)], "at least two sizes"),
         # All steps and shares in one proportion: 2 and 12, 4 and 24.
         ([Sample("all_reduce", 12, 2, 1.0), Sample("all_reduce", 18, 3, 2.0)], "two sizes"),
+        ([GOOD, GOOD._replace(time_s=0.0)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(time_s=math.nan)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(time_s=math.inf)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(ranks=1)], "at least 2 ranks"),

@@ -86,6 +86,7 @@ def test_plans_survive_json_pickle_and_rebucketing(offer: Any) -> None:
         assert hash(copy) == hash(plan)
         assert copy.digest == plan.digest
     assert rebucket(plan, plan.order) == plan
+    assert rebucket(plan, plan.order[-1:]).order == (*plan.order[-1:], *plan.order[:-1])
     assert rebucket(plan, order[::-1]) == plan_leaves(
         leaves, order=order[::-1], caps_bytes=caps_bytes
     )
@@ -169,6 +170,8 @@ DENSE = 2  # the bucket of "b" and "a"; before it are those of "e" and "c"
         (with_leaf(0, path=3), r"leaves\[0\] must have a str for path"),
         (with_leaf(0, path="b"), "has the path 'b' 2 times"),
         (with_leaf(0, shape=[2, 3]), r"leaves\[0\] \('a'\): shape must be a tuple"),
+        (with_leaf(0, shape=(2, -3)), "non-negative 64-bit ints"),
+        (with_leaf(0, shape=(2, True)), "non-negative 64-bit ints"),
         (with_leaf(0, shape=(2**64, 0)), "non-negative 64-bit ints"),
         (with_leaf(4, shape=(1,) * 65), "at most 64"),
         (with_leaf(4, shape=(2**40, 2**40)), "more bytes than fit 64 bits"),
@@ -182,8 +185,11 @@ DENSE = 2  # the bucket of "b" and "a"; before it are those of "e" and "c"
         (with_leaf(0, dtype="int32"), "of dtype 'int32', which has no gradient"),
         (with_leaf(2, strides=(60, 20, 5, 1)), "must be None or dense and not contiguous"),
         (with_leaf(2, strides=(1,)), "tuple of 4 non-negative"),
+        ({"caps_bytes": ()}, "one or more positive 64-bit ints"),
+        ({"caps_bytes": (0,)}, "one or more positive 64-bit ints"),
         ({"caps_bytes": (1.5,)}, "one or more positive 64-bit ints"),
         ({"order": (3, 2, 1)}, "order must hold each bucketed leaf once"),
+        ({"order": (3, 2, 1, 0, 0)}, "order must hold each bucketed leaf"),
         ({"buckets": [1]}, "buckets must be a tuple of Bucket"),
         ({"buckets": (1,)}, r"buckets\[0\] must be a Bucket"),
         (with_bucket(DENSE, leaves=(), offsets=()), "has no leaves"),

@@ -186,6 +186,11 @@ def bad_op(**fields: Any) -> Callable[[], Schedule]:
             r"^ops\[1\] has the region\.buffer 'swap'; it must be one of bucket, repair, control$",
         ),
         (bad_op(bucket=0.0), r"^ops\[1\] has the bucket 0\.0; it must be a 64-bit int$"),
+        (bad_op(bucket=True), r"^ops\[1\] has the bucket True; it must be a 64-bit int$"),
+        (
+            bad_op(region=Region("bucket", -2, 3)),
+            r"^ops\[1\] has the start -2; it must be a 64-bit int$",
+        ),
         (
             bad_op(region=Region("bucket", 0, 2**63)),
             r"^ops\[1\] has the stop 9223372036854775808; it must be a 64-bit int$",

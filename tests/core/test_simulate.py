@@ -386,6 +386,7 @@ def test_jitter_is_drawn_from_its_seed() -> None:
     ("arguments", "message"),
     [
         ((-0.1,), "spread must be from 0 to 10, got -0.1"),
+        ((10.5,), "spread must be from 0 to 10, got 10.5"),
         ((0.0, 2.0), r"straggler_rate must be in \[0, 1\], got 2.0"),
         ((0.0, 0.1, 0.0), r"straggler_factor must be above 0 and at most 1e\+09, got 0.0"),
         ((math.nan,), "spread must be"),
