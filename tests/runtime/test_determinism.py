@@ -148,14 +148,20 @@ def test_bits_do_not_depend_on_plans_that_change_between_steps() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_step_has_the_bits_of_the_call_on_its_gradients(deterministic: bool) -> None:
-    def run(group: Any) -> set[str]:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_has_the_bits_of_the_call_on_its_gradients(
+    deterministic: bool, weighted: bool
+) -> None:
+    def run(group: Any) -> set[tuple[str, float]]:
+        weight = 1.3 + group.rank if weighted else 1.0
         grads = gradients(group.rank)
         loss = loss_of(grads, sorted(grads))
         with fddp.GradSync(parameters(), group=group, deterministic=deterministic, **TINY) as sync:
-            found = [sync(grads), sync.value_and_grad(loss)(parameters())[1]]
-            found.append(sync.reduce_({name: grad.clone() for name, grad in grads.items()}))
-        return {digest(tree) for tree in found}
+            step = sync.value_and_grad(loss, with_info=True, weight_fn=lambda p: weight)
+            found = [sync(grads, weight=weight, with_info=True), step(parameters())[1:]]
+            written = {name: grad.clone() for name, grad in grads.items()}
+            found.append(sync.reduce_(written, weight=weight, with_info=True))
+        return {(digest(tree), info.total_weight) for tree, info in found}
 
     first, *others = fddp.loopback(3, run)
     assert len(first) == 1

@@ -20,7 +20,7 @@ from fddp.transport.ordered_sum import sum_in_order_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.oracle import find_fault
-from tests.support.ranks import Launch, RankPool
+from tests.support.ranks import RankPool
 
 GRID = fddp.Topology(host=2, local=2)
 STEPS = 4
@@ -412,25 +412,3 @@ def test_the_mean_equals_a_sum_by_hand(algorithm: Any) -> None:
 
     for mean in fddp.loopback(4, run):
         assert torch.equal(mean, by_hand([part / 4 for part in parts]))
-
-
-def test_deterministic_sync_is_tuned_like_others(launch: Launch) -> None:
-    for before, after in launch(2, tuned):
-        assert before == after
-
-
-def tuned(group: Any) -> list[str]:
-    found = []
-    params = {"a": torch.zeros(64, 64), "b": torch.zeros(64, 64)}
-
-    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(x @ p["a"]) @ p["b"]).sum()
-
-    with fddp.GradSync(params, group=group, deterministic=True, **TINY) as sync:
-        step = sync.value_and_grad(loss)
-        x = rand(4, 64, seed=sync.rank, dtype=torch.float32)
-        found.append(digest(step(params, x)[1]))
-        sync.tune(step, params, x, rounds=1)
-        assert sync.schedule.deterministic
-        found.append(digest(step(params, x)[1]))
-    return found

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn import functional as F  # noqa: N812 - as everywhere
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.runtime.nonfinite import MOST_NAMED, Count, NonFiniteCounts, nonfinite_error
 from tests.support.collectives import collectives_called
 from tests.support.models import same_bits
 from tests.support.python_steps import only_python
-from tests.support.ranks import launch_over
 from tests.support.spoiled_trees import (
     INF,
     NAN,
     SMALL,
-    TINY,
     WAYS,
     averaged,
     dot,
     options,
-    overflow,
     spoiled,
     tree,
 )
@@ -259,94 +251,6 @@ def test_long_lists_are_cut() -> None:
     assert str(error).endswith("(and 5 leaves that are not listed)")
 
 
-# Sparse and late gradients
-
-
-def embedded(params: dict[str, Tensor], index: Tensor, factor: float) -> Tensor:
-    rows = F.embedding(index, params["e"], sparse=True)
-    return (rows * factor).sum() + params["w"].sum()
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_sparse_gradients(policy: Any) -> None:
-    """Their buckets travel after the control word, which does not speak of them."""
-
-    def run(group: Any) -> Any:
-        params = {"e": torch.ones(6, 2), "w": torch.ones(3)}
-        with fddp.GradSync(params, group=group, sparse=("e",), nonfinite=policy) as sync:
-            step = sync.value_and_grad(embedded)
-            index = torch.tensor([group.rank, 4])
-            try:
-                result: Any = step(params, index, NAN if group.rank else 1.0)[1]
-            except fddp.NonFiniteError as error:
-                result = error.counts
-            return result, step(params, index, 1.0)[1]["e"].to_dense().sum().item()
-
-    wanted: Any = {"e": None, "w": None} if policy == "skip" else {1: {"e": (4, 0)}}
-    assert fddp.loopback(2, run) == [(wanted, 4.0)] * 2
-
-
-def reentrant(params: dict[str, Tensor], x: Tensor, factor: float) -> Tensor:
-    """Two re-entrant checkpoints with "z", and one with "a" between them: the gradient by the first
-    of them, which is multiplied by the factor, comes after the bucket of "z" has left."""
-
-    def layer(name: str, factor: float, x: Tensor) -> Tensor:
-        param = params[name].clone()
-        if param.requires_grad:
-            param.register_hook(lambda grad: grad * factor)
-        return param * x
-
-    x = x.clone().requires_grad_()
-    for name, times in ("z", factor), ("a", 1.0), ("z", 1.0):
-        x = checkpoint(partial(layer, name, times), x, use_reentrant=True)
-    return x.sum()
-
-
-@pytest.mark.parametrize("policy", ["propagate", "skip", "raise"])
-def test_gradients_that_come_late(policy: Any) -> None:
-    def run(group: Any) -> Any:
-        params = {"a": torch.ones(1), "z": torch.ones(1)}
-        factor = INF if group.rank else 1.0
-        with fddp.GradSync(params, group=group, nonfinite=policy, **TINY) as sync:
-            step = sync.value_and_grad(reentrant, with_info=policy == "propagate")
-            try:
-                _, grads, *infos = step(params, torch.ones(1), factor)
-            except fddp.NonFiniteError as error:
-                return error.counts
-            return grads["z"], [info.repaired for info in infos]
-
-    runs = fddp.loopback(2, run)
-    wanted = {
-        "propagate": (torch.tensor([INF]), [(0,)]),
-        "skip": (None, []),
-        "raise": {1: {"z": (0, 1)}},
-    }
-    assert runs == [wanted[policy]] * 2
-
-
-# Arguments
-
-
-def test_ranks_must_request_the_same_policy() -> None:
-    def run(group: Any) -> Any:
-        with pytest.raises(fddp.PlanMismatchError) as caught:
-            fddp.GradSync(tree(), group=group, nonfinite=("skip", "raise")[group.rank])
-        return str(caught.value)
-
-    for text in fddp.loopback(2, run):
-        assert text == (
-            "nonfinite is skip on rank 0 and raise on rank 1; pass the same nonfinite on every rank"
-        )
-
-
-def test_unknown_policies() -> None:
-    def run(group: Any) -> None:
-        with pytest.raises(ValueError, match="one of propagate, skip, raise, got 'ignore'"):
-            fddp.GradSync(tree(), group=group, nonfinite="ignore")  # type: ignore[arg-type]
-
-    fddp.loopback(1, run)
-
-
 # Costs
 
 
@@ -423,34 +327,3 @@ def test_as_one_process_would_decide(data: st.DataObject) -> None:
             rounding = largest * torch.finfo(torch.float32).eps * ranks
             bound = rounding + float(mean.abs().max()) * torch.finfo(dtype).eps
             torch.testing.assert_close(grads["w"].double(), mean, rtol=0.0, atol=bound)
-
-
-# Real processes
-
-
-@pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_on_processes(name: str, request: pytest.FixtureRequest) -> None:
-    runs = launch_over(name, request)(2, on_processes, name)
-    assert runs == [runs[0]] * 2
-    transport, skipped, counts, overflowed, hooked = runs[0]
-    assert transport == name
-    assert skipped == hooked == [False, True, False]
-    assert counts == {1: {"b": (1, 0)}}
-    assert overflowed == {"b": (0, 1)}
-
-
-def on_processes(group: Any, name: str) -> Any:
-    rank = torch.distributed.get_rank()
-    batches = [tree(), spoiled(NAN) if rank else tree(), tree(2.0)]
-    with fddp.GradSync(tree(), group=group, nonfinite="skip", **SMALL) as sync:
-        step = sync.value_and_grad(dot, with_info=True)
-        infos = [step(tree(), batch)[2].skipped for batch in batches]
-    with fddp.GradSync(tree(), group=group, nonfinite="raise", **SMALL) as sync:
-        with pytest.raises(fddp.NonFiniteError) as caught:
-            sync(batches[1])
-        sync(tree())
-    overflowed = overflow(group, "raise", torch.float16, "reduce_scatter")[1][2]
-    hook = fddp.hooks.TorchHook(None, allreduce_hook)
-    with fddp.GradSync(tree(), group=group, nonfinite="skip", hook=hook) as hooked:
-        seen = [hooked(batch, with_info=True)[1].skipped for batch in batches]
-    return sync.transport, infos, caught.value.counts, overflowed, seen

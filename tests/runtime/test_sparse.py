@@ -13,7 +13,6 @@ from fddp.tree.pytree import flatten
 from tests.support.dtypes import DTYPES
 from tests.support.means import ddp_mean, synced
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
-from tests.support.ranks import RankPool
 from tests.support.sparse_models import dense_loss, embedding_loss, embedding_params
 
 INDICES = {
@@ -142,18 +141,3 @@ def test_sparse_gradients_in_reduce_dtype() -> None:
     options = {"params": params, "sparse": ("e",), "reduce_dtype": torch.float32}
     for result in synced(4, grads_of, **options):
         assert torch.equal(result["e"].to_dense(), ddp_mean(every).bfloat16())
-
-
-def test_sparse_gradients_on_real_processes(ranks: RankPool) -> None:
-    index = [torch.tensor([1, 2, 2]), torch.tensor([2]), None]
-    expected = mean_gradients(dense_loss, embedding_params(), [(i,) for i in index], [1.0] * 3)
-    results = ranks.run(3, sparse_step, index)
-    assert same_bits(results)
-    for grads in results:
-        assert largest_difference(grads, expected) < 1e-14
-
-
-def sparse_step(rank: int, world_size: int, index: list[Tensor | None]) -> Any:
-    with fddp.GradSync(embedding_params(), sparse=("emb",)) as sync:
-        _, grads = sync.value_and_grad(embedding_loss)(embedding_params(), index[rank])
-    return {**grads, "emb": grads["emb"].to_dense()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
@@ -237,26 +236,6 @@ def test_issued_operations_match_the_schedule(name: str) -> None:
         for issued, expected in checked:
             assert issued == expected
             assert len(issued) >= 3
-
-
-@pytest.mark.parametrize(
-    ("name", "chain"),
-    [
-        ("all_reduce", ["all_reduce"]),
-        ("hierarchical", ["reduce_scatter", "all_reduce", "all_gather"]),
-        ("reduce_scatter", ["reduce_scatter", "reduce_scatter"]),
-    ],
-)
-def test_collectives_of_each_bucket(name: str, chain: list[str]) -> None:
-    def run(group: Any) -> None:
-        with opened(group, mlp(), name) as sync:
-            issued, buckets = record_issued(sync), len(sync.plan.buckets)
-            sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
-            found = Counter(operation.kind for operation in issued)
-            word = [] if name == "all_reduce" else ["all_reduce"]  # where it does not ride
-            assert found == Counter(chain * buckets + word)
-
-    fddp.loopback(8, run)
 
 
 # Norms, sparse leaves, float16

@@ -365,14 +365,6 @@ def test_use_after_close_is_an_error(use: str) -> None:
         assert "build a new one" in seen.text
 
 
-def test_results_outlive_the_sync() -> None:
-    def run(group: Any) -> Any:
-        with fddp.GradSync(params(), group=group) as sync:
-            return step(sync)[1]
-
-    assert same_bits(fddp.loopback(2, run))
-
-
 def test_an_error_in_the_body_closes_the_sync() -> None:
     def run(group: Any) -> Ending:
         with pytest.raises(BoomError), fddp.GradSync(params(), group=group) as sync:

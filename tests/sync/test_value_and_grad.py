@@ -266,20 +266,6 @@ def test_functions_of_one_sync_take_turns() -> None:
             assert largest_difference(grads, expected) < 1e-12
 
 
-def test_a_tree_is_synchronised_inside_a_loss_function() -> None:
-    def run(group: Any) -> Any:
-        with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
-
-            def loss_fn(p: dict[str, Tensor]) -> Tensor:
-                mean = sync({"w": torch.full((2,), 1.0 + group.rank)})["w"]
-                return (p["w"] * mean * (1.0 + group.rank)).sum()
-
-            step = sync.value_and_grad(loss_fn)
-            return [step({"w": torch.ones(2)})[1]["w"].tolist() for _ in range(3)]
-
-    assert fddp.loopback(2, run) == [[[2.25, 2.25]] * 3] * 2
-
-
 def test_an_error_in_an_inner_call_ends_the_outer_one_on_all_ranks() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync({"w": torch.ones(2)}, group=group, timeout_s=5.0) as sync:

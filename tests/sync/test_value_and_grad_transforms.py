@@ -167,24 +167,6 @@ def test_a_loss_function_made_of_transforms(ranks: RankPool, name: str) -> None:
         assert largest_difference(result, mean) < 1e-12
 
 
-def clipped_and_noised(rank: int, world_size: int) -> Any:
-    """Per-sample gradients, clipped, before the sync: the mean over all samples."""
-    x = batch(rank, 0)
-    with fddp.GradSync(mlp(2), **SMALL) as sync:
-        each = vmap(grad(mlp_loss), (None, 0))(mlp(2), x[:, None])
-        return sync(fddp.tree_map(lambda g: g.clamp(-1e-3, 1e-3).mean(0), each))
-
-
-def test_per_sample_gradients_are_clipped_before_the_sync(ranks: RankPool) -> None:
-    runs = ranks.run(WORLD_SIZE, clipped_and_noised)
-    rows = torch.cat([batch(rank, 0) for rank in range(WORLD_SIZE)])
-    each = [grad(mlp_loss)(mlp(2), row[None]) for row in rows]
-    clipped = [fddp.tree_map(lambda g: g.clamp(-1e-3, 1e-3), one) for one in each]
-    expected = fddp.tree_map(lambda *g: torch.stack(g).mean(0), *clipped)
-    for result in runs:
-        assert largest_difference(result, expected) < 1e-15
-
-
 # Around: a step is called within a transform
 
 
