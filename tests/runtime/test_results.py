@@ -140,29 +140,6 @@ def test_results_are_detached_and_ready_for_anything(way: str) -> None:
     fddp.loopback(2, run)
 
 
-def test_loss_and_aux_come_back_detached() -> None:
-    def loss_fn(p: Params, x: Tensor) -> tuple[Tensor, Any]:
-        loss = mlp_loss(p, x)
-        aux = {
-            "hidden": [torch.tanh(x @ p["layer0"]["weight"])],
-            "loss": loss,
-            "name": "n",
-            "no": None,
-        }
-        return loss, aux
-
-    def run(group: Any) -> None:
-        x = batch(group.rank, 0)
-        with fddp.GradSync(mlp(), group=group) as sync:
-            (loss, aux), _ = sync.value_and_grad(loss_fn, has_aux=True)(mlp(), x)
-            assert torch.equal(loss, mlp_loss(mlp(), x))
-            assert torch.equal(aux["hidden"][0], torch.tanh(x @ mlp()["layer0"]["weight"]))
-            assert not any(t.requires_grad for t in (loss, aux["hidden"][0], aux["loss"]))
-            assert (aux["name"], aux["no"]) == ("n", None)
-
-    fddp.loopback(2, run)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_results_are_ordinary_in_every_grad_mode(mode: Callable[[], Any]) -> None:
     def run(group: Any) -> None:

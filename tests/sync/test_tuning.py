@@ -171,38 +171,19 @@ def test_refusals(case: str, text: str) -> None:
         assert text in outcome
 
 
-def failing(group: Any) -> Any:
-    """A step that raises on rank 1 in the middle of tuning."""
+def failing(group: Any, when: str) -> Any:
+    """A step that fails on rank 1 within its loss function, or outside of its synchronisation."""
     params = mlp(layers=2)
     calls: Iterator[int] = iter(range(100))
+    is_due = False
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
-        if sync.rank == 1 and next(calls) == 6:
+        if is_due and when == "within":
             raise ZeroDivisionError("on purpose")
         return mlp_loss(params, x)
 
-    with fddp.GradSync(params, group=group) as sync:
-        step = sync.value_and_grad(loss_fn)
-        step(params, batch(sync.rank, 0))
-        plan = sync.plan
-        with pytest.raises((ZeroDivisionError, PeerError)) as caught:
-            sync.tune(step, params, batch(sync.rank, 0), rounds=3)
-        assert sync.plan == plan
-        return type(caught.value).__name__, step(params, batch(sync.rank, 1))[1]
-
-
-def test_a_failed_step_keeps_the_old_plan() -> None:
-    results = fddp.loopback(2, failing)
-    assert [name for name, _ in results] == ["PeerError", "ZeroDivisionError"]
-    assert same_bits([grads for _, grads in results])
-
-
-def failing_outside(group: Any, when: str) -> Any:
-    """A step that fails on rank 1 outside of its synchronisation."""
-    params = mlp(layers=2)
-    calls: Iterator[int] = iter(range(100))
-
     def step(params: Any, x: Tensor) -> None:
+        nonlocal is_due
         is_due = sync.rank == 1 and next(calls) == 4
         if is_due and when == "before":
             raise ZeroDivisionError("on purpose")
@@ -213,18 +194,19 @@ def failing_outside(group: Any, when: str) -> Any:
             raise ZeroDivisionError("on purpose")
 
     with fddp.GradSync(params, group=group) as sync:
-        synced = sync.value_and_grad(mlp_loss)
+        synced = sync.value_and_grad(loss_fn)
         synced(params, batch(sync.rank, 0))
         plan = sync.plan
         with pytest.raises((ZeroDivisionError, ValueError, PeerError)) as caught:
             sync.tune(step, params, batch(sync.rank, 0), rounds=2)
         assert sync.plan == plan
+        is_due = False
         return type(caught.value).__name__, synced(params, batch(sync.rank, 1))[1]
 
 
-@pytest.mark.parametrize("when", ["before", "instead", "after"])
-def test_failures_outside_a_synchronisation_are_raised(when: str) -> None:
-    results = fddp.loopback(2, failing_outside, when)
+@pytest.mark.parametrize("when", ["before", "within", "instead", "after"])
+def test_a_failed_step_is_raised_and_keeps_the_old_plan(when: str) -> None:
+    results = fddp.loopback(2, failing, when)
     own = "ValueError" if when == "instead" else "ZeroDivisionError"
     assert [name for name, _ in results] == ["PeerError", own]
     assert same_bits([grads for _, grads in results])

@@ -23,25 +23,6 @@ from tests.support.models import (
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}
 
 
-def against_the_mean(world_size: int, params: Any, loss_fn: Any, steps: int = 2) -> None:
-    """Holds some steps of `loss_fn(params, batch)` against one process."""
-
-    def run(group: Any) -> list[Any]:
-        with fddp.GradSync(params, group=group, **SMALL) as sync:
-            step = sync.value_and_grad(loss_fn)
-            return [step(params, batch(group.rank, number)) for number in range(steps)]
-
-    runs = fddp.loopback(world_size, run)
-    for number in range(steps):
-        inputs = [(batch(rank, number),) for rank in range(world_size)]
-        expected = mean_gradients(loss_fn, params, inputs, [1.0] * world_size)
-        for rank, results in enumerate(runs):
-            loss, grads = results[number]
-            own = fddp.tree_map(lambda p: p.clone().requires_grad_(), params)
-            assert largest_difference(grads, expected) < 1e-12
-            assert torch.allclose(loss, loss_fn(own, *inputs[rank]).detach(), rtol=1e-12)
-
-
 # Arguments
 
 
@@ -74,7 +55,9 @@ def test_argnums(argnums: Any) -> None:
 def test_the_four_shapes_of_a_result() -> None:
     def run(group: Any) -> None:
         def with_aux(p: Params, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            return mlp_loss(p, x), {"mean": x.mean(), "rank": group.rank}
+            loss = mlp_loss(p, x)
+            hidden = torch.tanh(x @ p["layer0"]["weight"])
+            return loss, {"hidden": [hidden], "loss": loss, "rank": group.rank, "no": None}
 
         x = batch(group.rank, 0)
         with fddp.GradSync(mlp(), group=group) as sync:
@@ -86,7 +69,13 @@ def test_the_four_shapes_of_a_result() -> None:
             )
         assert torch.equal(loss, loss_)
         assert largest_difference(grads, grads_) == 0.0
-        assert aux == aux_ == {"mean": x.mean(), "rank": group.rank}
+        assert not loss.requires_grad
+        for found in (aux, aux_):
+            hidden = found.pop("hidden")[0]
+            assert torch.equal(hidden, torch.tanh(x @ mlp()["layer0"]["weight"]))
+            assert found == {"loss": loss, "rank": group.rank, "no": None}
+            assert not hidden.requires_grad
+            assert not found["loss"].requires_grad, "what comes back is detached"
         assert (info.step, info_.step) == (1, 3)
 
     fddp.loopback(2, run)
@@ -162,33 +151,66 @@ def test_info() -> None:
 # What a loss function may do
 
 
-def test_backward_inside_the_loss_function_does_not_count() -> None:
-    def loss_fn(p: Params, x: Tensor) -> Tensor:
-        mlp_loss(p, 2 * x).backward()
-        return mlp_loss(p, x)
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
 
-    def run(group: Any) -> Any:
-        with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
-            return sync.value_and_grad(loss_fn)(mlp(), batch(group.rank, 0))[1]
-
-    expected = mean_gradients(mlp_loss, mlp(), [(batch(r, 0),) for r in range(2)], [1.0, 1.0])
-    for grads in fddp.loopback(2, run):
-        assert largest_difference(grads, expected) < 1e-12
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
 
 
-def test_a_custom_function() -> None:
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x**3
+def with_backward_inside(p: Params, x: Tensor) -> Tensor:
+    """The inner one does not count."""
+    mlp_loss(p, 2 * x).backward()
+    return mlp_loss(p, x)
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return 3 * x**2 * grad
 
-    against_the_mean(2, mlp(), lambda p, x: Cube.apply(mlp_loss(p, x)) + mlp_loss(p, x))
+def of_complex_numbers(p: Params, x: Tensor) -> Tensor:
+    return (x.to(torch.complex128) @ p["z"].conj().T * 1j).abs().sum() + (x * p["w"]).sum()
+
+
+def with_expanded_and_shared_gradients(p: Params, x: Tensor) -> Tensor:
+    """sum() hands out expanded gradients; a and c get one tensor."""
+    return (p["a"] + p["c"]).sum() * x.mean() + p["b"].sum() + p["a"].T.sum()
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "backward inside": (mlp(), with_backward_inside),
+    "a custom function": (mlp(), lambda p, x: Cube.apply(mlp_loss(p, x)) + mlp_loss(p, x)),
+    "complex": (
+        {"z": rand(3, 8, seed=0, dtype=torch.complex128), "w": rand(8, seed=1)},
+        of_complex_numbers,
+    ),
+    "expanded and shared": (
+        {"a": rand(4, 5, seed=0), "b": rand(5, seed=1), "c": rand(4, 5, seed=2)},
+        with_expanded_and_shared_gradients,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_mean_of_any_loss(name: str) -> None:
+    params, loss_fn = LOSSES[name]
+    alike = mlp_loss if loss_fn is with_backward_inside else loss_fn
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            step = sync.value_and_grad(loss_fn)
+            return [step(params, batch(group.rank, number)) for number in range(2)]
+
+    runs = fddp.loopback(3, run)
+    for number in range(2):
+        inputs = [(batch(rank, number),) for rank in range(3)]
+        expected = mean_gradients(alike, params, inputs, [1.0] * 3)
+        for rank, results in enumerate(runs):
+            loss, grads = results[number]
+            own = fddp.tree_map(lambda p: p.clone().requires_grad_(), params)
+            assert largest_difference(grads, expected) < 1e-12
+            assert torch.allclose(loss, alike(own, *inputs[rank]).detach(), rtol=1e-12)
 
 
 def test_hooks_on_parameters_act() -> None:
@@ -202,25 +224,6 @@ def test_hooks_on_parameters_act() -> None:
 
     for grads in fddp.loopback(2, run):
         assert grads["layer0"]["weight"].abs().max() <= 1e-3
-
-
-def test_complex_parameters() -> None:
-    params = {"z": rand(3, 8, seed=0, dtype=torch.complex128), "w": rand(8, seed=1)}
-
-    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (x.to(torch.complex128) @ p["z"].conj().T * 1j).abs().sum() + (x * p["w"]).sum()
-
-    against_the_mean(3, params, loss_fn)
-
-
-def test_expanded_and_shared_gradients_of_backward() -> None:
-    params = {"a": rand(4, 5, seed=0), "b": rand(5, seed=1), "c": rand(4, 5, seed=2)}
-
-    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        # sum() hands out expanded gradients; a and c get one tensor.
-        return (p["a"] + p["c"]).sum() * x.mean() + p["b"].sum() + p["a"].T.sum()
-
-    against_the_mean(2, params, loss_fn)
 
 
 def test_a_loss_that_is_a_parameter_and_one_that_is_a_constant() -> None:
