@@ -70,12 +70,6 @@ def wide_inputs(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return tall.tanh().square().sum()
 
 
-def kept_by_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    for param in params:
-        param.register_hook(keep)
-    return chain(params, x, keep)
-
-
 class _WithoutGradient(torch.autograd.Function):
     """Product whose second factor gets no gradient."""
 
@@ -95,38 +89,6 @@ def without_gradient(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return chain(params[3:], x, keep)
 
 
-def views_in_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    for param in params[1:]:
-        param.register_hook(lambda grad: keep(grad.view(-1)[3:]))
-    return chain(params, x, keep)
-
-
-def data_in_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    """Tensors over the memory of gradients, of which autograd does not know."""
-    for param in params[1:]:
-        param.register_hook(lambda grad: keep(grad.data))
-    return chain(params, x, keep)
-
-
-def arrays_in_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    for param in params:
-        param.register_hook(lambda grad: keep(torch.from_numpy(grad.numpy())))
-    return chain(params, x, keep)
-
-
-def after_accumulation(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    for param in params:
-        param.register_post_accumulate_grad_hook(lambda leaf: keep(leaf.grad.detach()))  # type: ignore[union-attr]
-    return chain(params, x, keep)
-
-
-def hooks_of_nodes(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    for param in params:
-        node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        node.register_hook(lambda _, passed: keep(passed[0]))
-    return chain(params, x, keep)
-
-
 def upstream_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
     """Hooks of the nodes before the leaves keep what they pass on."""
     for param in params:
@@ -134,13 +96,6 @@ def upstream_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
         y.grad_fn.register_hook(lambda passed, _: keep(passed[1]))  # type: ignore[union-attr]
         x = y.tanh()
     return x.square().sum()
-
-
-def lazy_clones(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    """Clones over the memory of gradients, with storages of their own."""
-    for param in params[:2]:
-        param.register_hook(lambda grad: keep(torch._lazy_clone(grad)))
-    return chain(params, x, keep)
 
 
 def failing(params: Params, x: Tensor, keep: Keep) -> Tensor:
@@ -153,27 +108,55 @@ def failing(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return chain(params, x, keep)
 
 
+Register = Callable[[Tensor, Keep], object]
+
+HOOKS: dict[str, Register] = {
+    "hooks": lambda leaf, keep: leaf.register_hook(keep),
+    "views in hooks": lambda leaf, keep: leaf.register_hook(lambda g: keep(g.view(-1)[3:])),
+    # Tensors over the memory of gradients, of which autograd does not know.
+    "data in hooks": lambda leaf, keep: leaf.register_hook(lambda g: keep(g.data)),
+    "arrays in hooks": lambda leaf, keep: leaf.register_hook(
+        lambda g: keep(torch.from_numpy(g.numpy()))
+    ),
+    # Clones over the memory of gradients, with storages of their own.
+    "lazy clones": lambda leaf, keep: leaf.register_hook(lambda g: keep(torch._lazy_clone(g))),
+    "hooks after accumulation": lambda leaf, keep: leaf.register_post_accumulate_grad_hook(
+        lambda leaf: keep(leaf.grad.data)  # type: ignore[union-attr]
+    ),
+    "hooks of nodes": lambda leaf, keep: (
+        leaf.expand_as(leaf)
+        .grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        .register_hook(lambda _, passed: keep(passed[0]))
+    ),
+}
+
+
+def hooked(register: Register) -> Callable[[Params, Tensor, Keep], Tensor]:
+    """A loss with hooks on all leaves but the first."""
+
+    def loss(params: Params, x: Tensor, keep: Keep) -> Tensor:
+        for param in params[1:]:
+            register(param, keep)
+        return chain(params, x, keep)
+
+    return loss
+
+
+PLAIN = (
+    chain,
+    reversed_chain,
+    skipping,
+    used_twice,
+    shared_gradient,
+    transposed,
+    wide_inputs,
+    without_gradient,
+    upstream_hooks,
+    failing,
+)
 LOSSES = {
-    loss.__name__: loss
-    for loss in (
-        chain,
-        reversed_chain,
-        skipping,
-        used_twice,
-        shared_gradient,
-        transposed,
-        wide_inputs,
-        kept_by_hooks,
-        without_gradient,
-        views_in_hooks,
-        data_in_hooks,
-        arrays_in_hooks,
-        after_accumulation,
-        hooks_of_nodes,
-        upstream_hooks,
-        lazy_clones,
-        failing,
-    )
+    **{loss.__name__: loss for loss in PLAIN},
+    **{name: hooked(register) for name, register in HOOKS.items()},
 }
 
 
@@ -275,66 +258,31 @@ def test_any_sequence(names: list[tuple[str, str]], held: bool, weights: bool) -
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("kind", ["keeping", "after", "of_nodes"])
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_under_a_wrapper(kind: str, view: bool) -> None:
-    kept = Kept()
-
-    def keeping(model: nn.Module, x: Tensor) -> Tensor:
-        for param in model.parameters():
-            param.register_hook(lambda grad: kept(grad.data))
-        return model(x)  # type: ignore[no-any-return]
-
-    def after(model: nn.Module, x: Tensor) -> Tensor:
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda p: kept(p.grad.data))
-        return model(x)  # type: ignore[no-any-return]
-
-    def of_nodes(model: nn.Module, x: Tensor) -> Tensor:
-        for param in model.parameters():
-            node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            node.register_hook(lambda _, passed: kept(passed[0]))
-        return model(x)  # type: ignore[no-any-return]
-
-    def plain(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x)  # type: ignore[no-any-return]
-
-    change = {"keeping": keeping, "after": after, "of_nodes": of_nodes}[kind]
-    run_wrapper(
-        [plain, plain, change, plain],
-        gradient_as_bucket_view=view,
-    )
-    kept.check()
-
-
-def run_wrapper(
-    forwards: Sequence[Callable[[nn.Module, Tensor], Tensor]],
-    **options: Any,
-) -> None:
-    """Train with a wrapper on two ranks, and compare each step with plain autograd.
-
-    Args:
-        forwards: forward pass of each step.
-        options: options of the wrapper.
-    """
+    """Each step as plain autograd has it; what hooks kept in the third does not change."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LEAVES)))
 
     def train(group: Any) -> None:
+        kept = Kept()
         with _BUILDING:
             module, reference = build(), build()
         wrapped = fddp.DistributedDataParallel(
-            module, process_group=group, bucket_cap_mb=0.28, **options
+            module, process_group=group, bucket_cap_mb=0.28, gradient_as_bucket_view=view
         )
-        for number, forward in enumerate(forwards):
+        for number in range(4):
             module.zero_grad()
-            loss = forward(wrapped, batch_of(group.rank, number)).square().sum()
-            loss.backward()
+            for param in module.parameters() if number == 2 else ():
+                HOOKS[kind](param, kept)
+            wrapped(batch_of(group.rank, number)).square().sum().backward()
             reference.zero_grad()
             for rank in range(2):
                 (reference(batch_of(rank, number)).square().sum() / 2).backward()
             for own, other in zip(module.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(own.grad, other.grad)
+        kept.check()
 
     fddp.loopback(2, train)
