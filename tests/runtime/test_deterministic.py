@@ -215,16 +215,12 @@ def test_arguments_that_do_not_go_with_it() -> None:
         outcome = r"sums in its own order, which deterministic=True does not allow"
         with pytest.raises(ValueError, match=outcome):
             fddp.GradSync(grads, group=group, deterministic=True, hook=fddp.hooks.bf16_compress)
-        with pytest.raises(TypeError, match=r"deterministic must be True or False, got 1"):
-            fddp.GradSync(grads, group=group, deterministic=1)
         with pytest.raises(ValueError, match="pass deterministic=True to make_schedule instead"):
             fddp.GradSync(
                 make_schedule(fddp.plan_buckets(grads), fddp.Topology(world=2)),
                 group=group,
                 deterministic=True,
             )
-        with pytest.raises(fddp.PlanMismatchError, match=r"deterministic is True on rank 0 and"):
-            fddp.GradSync(grads, group=group, deterministic=group.rank == 0)
         with fddp.GradSync(grads, group=group, deterministic=True) as sync:
             with pytest.raises(ValueError, match=outcome):
                 sync._engine.set_hook(fddp.hooks.bf16_compress)

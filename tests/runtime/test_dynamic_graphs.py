@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -169,40 +168,6 @@ def test_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
         events = info.trace.events
         last_arrival = max(i for i, event in enumerate(events) if isinstance(event, int))
         assert events.index(Action("launch", info.trace.sequence[0])) < last_arrival
-
-
-def foreign_grads(group: Any, checkpoints: int) -> tuple[Any, ...]:
-    """A loss that also uses a leaf which is no parameter, inside so many nested checkpoints."""
-    outside = rand(WIDTH, WIDTH, seed=50).requires_grad_()
-    outside.grad = torch.full_like(outside, 7.0)
-    before = outside.grad
-
-    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-
-        def layer(h: Tensor) -> Tensor:
-            return torch.tanh(h @ p["w0"] @ outside)
-
-        hidden = layer
-        for _ in range(checkpoints):
-            hidden = functools.partial(checkpoint, hidden, use_reentrant=True)
-        x = hidden(x)
-        return (x @ p["w1"]).square().mean()
-
-    with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
-        _, grads = sync.value_and_grad(loss_fn)(branch_params(), batch(sync.rank, 0, width=WIDTH))
-    assert outside.grad is before
-    assert torch.equal(outside.grad, torch.full_like(outside, 7.0))
-    return grads["w0"], grads["w1"]
-
-
-@pytest.mark.parametrize("checkpoints", [0, 1, 2])
-def test_gradients_of_others_stay(checkpoints: int) -> None:
-    results = fddp.loopback(2, foreign_grads, checkpoints)
-    plain = fddp.loopback(2, foreign_grads, 0)
-    for (w0, w1), (v0, v1) in zip(results, plain, strict=True):
-        assert torch.allclose(w0, v0, rtol=1e-12)
-        assert torch.allclose(w1, v1, rtol=1e-12)
 
 
 def nested(group: Any) -> tuple[Any, Any]:

@@ -486,10 +486,6 @@ def test_misuse_is_named() -> None:
         hook = fddp.hooks.bf16_compress
         with pytest.raises(ValueError, match=r"sums in its own order, which deterministic=True"):
             fddp.GradSync(params, group=group, virtual_ranks=4, hook=hook)
-        with pytest.raises(ValueError, match=r"1 virtual rank can be carried by 1 to 1 ranks"):
-            fddp.GradSync(params, group=group, virtual_ranks=1)
-        with pytest.raises(fddp.PlanMismatchError, match=r"virtual_ranks is 4 on rank 0 and 5 on"):
-            fddp.GradSync(params, group=group, virtual_ranks=4 + group.rank)
 
     fddp.loopback(2, run)
 

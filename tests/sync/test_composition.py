@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -97,21 +98,26 @@ def test_errors_travel_between_processes() -> None:
     assert (str(lost), lost.ranks) == ("gone", (2,))
 
 
-def test_leaves_of_others_that_ranks_share() -> None:
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+def test_leaves_of_others_that_ranks_share(checkpoints: int) -> None:
+    """Inside so many nested checkpoints; their gradients stay."""
     shared = torch.ones(2, requires_grad=True)
-    shared.grad = torch.full((2,), 9.0)
+    shared.grad = before = torch.full((2,), 9.0)
+
+    def layer(h: Tensor) -> Tensor:
+        return (h * shared).sum()
+
+    for _ in range(checkpoints):
+        layer = functools.partial(checkpoint, layer, use_reentrant=True)
 
     def run(group: Any) -> None:
-        def shared_fn(p: dict[str, Tensor]) -> Tensor:
-            x = p["a"].clone()
-            return checkpoint(lambda h: (h * shared).sum(), x, use_reentrant=True) + p["b"].sum()
-
         with fddp.GradSync(params(), group=group) as sync:
-            step = sync.value_and_grad(shared_fn)
+            step = sync.value_and_grad(lambda p: layer(p["a"].clone()) + p["b"].sum())
             for _ in range(30):
                 assert step(params())[1]["a"].tolist() == [1.0, 1.0]
 
     fddp.loopback(3, run)
+    assert shared.grad is before
     assert shared.grad.tolist() == [9.0, 9.0]
 
 

@@ -100,16 +100,10 @@ MISMATCHES: dict[str, tuple[Build, Build, tuple[str, ...]]] = {
         sync(plan(order=[1, 0])),
         ("same leaves", "same plan"),
     ),
-    "plans of other caps": (sync(plan), sync(plan(bucket_cap_mb=3.0)), (str(3 * MIB),)),
     "algorithm": (
         sync(mesh=GRID),
         sync(mesh=GRID, algorithm="hierarchical"),
         ("algorithm is all_reduce on rank 0 and hierarchical on rank 3", "same algorithm"),
-    ),
-    "shards": (
-        sync(algorithm="reduce_scatter"),
-        sync(),
-        ("algorithm is reduce_scatter on rank 0 and all_reduce on rank 3",),
     ),
     "mesh": (
         sync(mesh=Topology(host=4, local=1), algorithm="hierarchical"),
@@ -131,10 +125,20 @@ MISMATCHES: dict[str, tuple[Build, Build, tuple[str, ...]]] = {
         sync(plan, mesh=GRID),
         ("schedule is ", "None on rank 3", "same schedule on every rank"),
     ),
-    "scalings": (
-        sync(schedule),
-        sync(lambda: schedule(scaling="average")),
-        ("schedule is ", "same schedule on every rank"),
+    "nonfinite": (
+        sync(nonfinite="skip"),
+        sync(nonfinite="raise"),
+        ("nonfinite is skip on rank 0 and raise on rank 3; pass the same nonfinite on every",),
+    ),
+    "deterministic": (
+        sync(deterministic=True),
+        sync(),
+        ("deterministic is True on rank 0 and False on rank 3",),
+    ),
+    "virtual_ranks": (
+        sync(virtual_ranks=4),
+        sync(virtual_ranks=5),
+        ("virtual_ranks is 4 on rank 0 and 5 on rank 3",),
     ),
     "a broken schedule on one rank": (
         sync(broken),
@@ -237,7 +241,6 @@ INVALID: dict[str, tuple[Build, str, tuple[str, ...]]] = {
         "ValueError",
         ("algorithm must be one of all_reduce, hierarchical, reduce_scatter, got 'ring'",),
     ),
-    "all_gather": (sync(algorithm="all_gather"), "ValueError", ("got 'all_gather'",)),
     "a mesh of another size": (
         sync(mesh=Topology(host=2, local=3)),
         "ValueError",
@@ -253,21 +256,25 @@ INVALID: dict[str, tuple[Build, str, tuple[str, ...]]] = {
         "ValueError",
         ("at least two axes", "got Topology(world=4)"),
     ),
-    "hierarchical on one axis": (
-        sync(algorithm="hierarchical", mesh=FLAT),
+    "nonfinite": (
+        sync(nonfinite="ignore"),
         "ValueError",
-        ("at least two axes", "got Topology(world=4)"),
+        ("one of propagate, skip, raise, got 'ignore'",),
+    ),
+    "deterministic": (
+        sync(deterministic=1),
+        "TypeError",
+        ("deterministic must be True or False, got 1",),
+    ),
+    "too few virtual ranks": (
+        sync(virtual_ranks=3),
+        "ValueError",
+        ("3 virtual ranks can be carried by 1 to 3 ranks",),
     ),
     "a plan and a cap": (sync(plan, bucket_cap_mb=3.0), "ValueError", ("plan_buckets",)),
-    "a plan and a first cap": (sync(plan, first_bucket_mb=3.0), "ValueError", ("plan_buckets",)),
     "a plan and sparse leaves": (sync(plan, sparse=("a",)), "ValueError", ("plan_buckets",)),
     "a schedule and an algorithm": (
         sync(schedule, algorithm="reduce_scatter"),
-        "ValueError",
-        ("pass algorithm and reduce_dtype to make_schedule instead",),
-    ),
-    "a schedule and a reduce_dtype": (
-        sync(schedule, reduce_dtype=torch.float32),
         "ValueError",
         ("pass algorithm and reduce_dtype to make_schedule instead",),
     ),

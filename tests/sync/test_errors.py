@@ -63,13 +63,11 @@ class Case(NamedTuple):
 PLAN_HAS_A = ("'a'", "float32", "(3,)")
 TREES = {
     "a wrong shape": (grads(a=torch.ones(4)), (*PLAN_HAS_A, "(4,)")),
-    "a wrong number of dimensions": (grads(a=torch.ones(3, 1)), (*PLAN_HAS_A, "(3, 1)")),
     "a wrong dtype": (grads(a=torch.ones(3).double()), (*PLAN_HAS_A, "float64")),
     "a missing leaf": (grads(a=...), ("missing", "'a'")),
     "a leaf too many": (grads(c=torch.ones(1)), ("unexpected", "'c'")),
     "another container": (grads(a=[torch.ones(3)]), ("'a'", "'a.0'")),
     "a number": (grads(a=3.0), ("'a'", "float", "tensor or None")),
-    "an array": (grads(a=torch.ones(3).numpy()), ("'a'", "ndarray")),
     "a meta tensor": (grads(a=torch.ones(3, device="meta")), ("'a'", "meta", "cpu")),
     "nothing": (None, ("missing", "'a'")),
     "an empty tree": ({}, ("missing", "'a'")),
@@ -128,7 +126,6 @@ CASES: dict[str, Case] = {
     "a loss of two numbers": Case(
         lambda s: step(s, lambda p: p["b"] * 2), "LossError", ("(2,)", "float32", "mean()")
     ),
-    "a loss of shape (1,)": Case(lambda s: step(s, lambda p: p["b"][:1]), "LossError", ("(1,)",)),
     "a complex loss": Case(
         lambda s: step(s, lambda p: p["b"].sum() * 1j), "LossError", ("complex64", "real scalar")
     ),
@@ -138,17 +135,11 @@ CASES: dict[str, Case] = {
     "a loss that is a number": Case(
         lambda s: step(s, lambda p: 3.0), "LossError", ("float", "tensor")
     ),
-    "no loss": Case(lambda s: step(s, lambda p: None), "LossError", ("NoneType",)),
     "a pair without has_aux": Case(
         lambda s: step(s, lambda p: (loss_fn(p), 1)), "LossError", ("tuple",)
     ),
     "has_aux without a pair": Case(
         lambda s: step(s, loss_fn, has_aux=True), "LossError", ("has_aux", "Tensor")
-    ),
-    "has_aux with three values": Case(
-        lambda s: step(s, lambda p: (loss_fn(p), 1, 2), has_aux=True),
-        "LossError",
-        ("has_aux", "tuple"),
     ),
     "an exception in the loss function": Case(
         lambda s: step(s, raising(BoomError(2, "there"))), "BoomError", ("boom 2 there",)
@@ -162,23 +153,15 @@ CASES: dict[str, Case] = {
     "an interrupt": Case(
         lambda s: step(s, raising(KeyboardInterrupt("by hand"))), "KeyboardInterrupt", ("by hand",)
     ),
-    "an exit": Case(lambda s: step(s, raising(SystemExit(3))), "SystemExit", ("3",)),
-    "an exhausted iterator": Case(
-        lambda s: step(s, raising(StopIteration("no more"))), "StopIteration", ("no more",)
-    ),
-    "a key that is missing": Case(lambda s: step(s, lambda p: p["z"]), "KeyError", ("'z'",)),
     "a text that is no unicode": Case(
         lambda s: step(s, raising(FileNotFoundError(2, "no file", "caf\udce9"))),
         "FileNotFoundError",
         ("no file", "caf"),
     ),
-    "a text of several lines": Case(
-        lambda s: step(s, raising(BoomError(3, "one\ntwo\n\nthree"))),
+    "a text of several lines and a megabyte": Case(
+        lambda s: step(s, raising(BoomError(4, "one\n\ntwo" + "x" * 10**6))),
         "BoomError",
-        ("one\ntwo\n\nthree",),
-    ),
-    "a text of a megabyte": Case(
-        lambda s: step(s, raising(BoomError(4, "x" * 10**6))), "BoomError", ("boom 4 xxx",)
+        ("boom 4 one\n\ntwoxxx",),
     ),
     "an error without a text": Case(lambda s: step(s, raising(MuteError())), "MuteError", ()),
     "an error of fddp's from the loss function": Case(
@@ -282,8 +265,8 @@ def test_different_mistakes_are_all_reported() -> None:
 
 
 def test_a_total_weight_of_zero_is_an_error_on_every_rank(launch: Launch) -> None:
-    for tree, stepped, after in launch(2, no_weight_at_all):
-        for seen in (tree, stepped):
+    for *ends, after in launch(2, no_weight_at_all):
+        for seen in ends:
             assert seen.kinds[0] == "WeightError"
             assert re.search(r"step \d: the total weight over 2 ranks is 0", seen.text)
             assert "at least one rank" in seen.text
@@ -294,15 +277,8 @@ def no_weight_at_all(group: Any) -> Any:
     with fddp.GradSync(params(), group=group) as sync:
         tree = ending(lambda: sync(grads(), weight=0.0))
         stepped = ending(lambda: step(sync, weight_fn=lambda p: 0))
-        return tree, stepped, step(sync)[1]
-
-
-def test_every_rank_exhausted_is_a_total_weight_of_zero() -> None:
-    def run(group: Any) -> Ending:
-        with fddp.GradSync(params(), group=group) as sync:
-            return ending(lambda: step(sync, loss_fn, fddp.EXHAUSTED))
-
-    assert [seen.kinds[0] for seen in fddp.loopback(2, run)] == ["WeightError"] * 2
+        exhausted = ending(lambda: step(sync, loss_fn, fddp.EXHAUSTED))
+        return tree, stepped, exhausted, step(sync)[1]
 
 
 # Out of step
@@ -344,34 +320,24 @@ def test_rank_that_skipped_a_step_is_distinguished() -> None:
 # After the end
 
 
-@pytest.mark.parametrize("use", ["call", "reduce_", "step"])
-def test_use_after_close_is_an_error(use: str) -> None:
-    def run(group: Any) -> Ending:
+def test_use_after_close_is_an_error() -> None:
+    """It may be closed twice, and an error in the body of `with` closes it."""
+
+    def run(group: Any) -> list[Ending]:
         sync = fddp.GradSync(params(), group=group)
         wrapped = sync.value_and_grad(loss_fn)
         sync(grads())
-        sync.close()
-        sync.close()
-        calls = {
-            "call": lambda: sync(grads()),
-            "reduce_": lambda: sync.reduce_(grads()),
-            "step": lambda: wrapped(params()),
-        }
-        return ending(calls[use])
-
-    for seen in fddp.loopback(2, run):
-        assert seen.kinds[0] == "ClosedError"
-        assert "close() was called" in seen.text
-        assert "build a new one" in seen.text
-
-
-def test_an_error_in_the_body_closes_the_sync() -> None:
-    def run(group: Any) -> Ending:
-        with pytest.raises(BoomError), fddp.GradSync(params(), group=group) as sync:
+        with pytest.raises(BoomError), sync:
             raise BoomError(6, "in the body")
-        return ending(lambda: sync(grads()))
+        sync.close()
+        calls = (lambda: sync(grads()), lambda: sync.reduce_(grads()), lambda: wrapped(params()))
+        return [ending(call) for call in calls]
 
-    assert {seen.kinds[0] for seen in fddp.loopback(2, run)} == {"ClosedError"}
+    for ends in fddp.loopback(2, run):
+        for seen in ends:
+            assert seen.kinds[0] == "ClosedError"
+            assert "close() was called" in seen.text
+            assert "build a new one" in seen.text
 
 
 @pytest.mark.parametrize("before", [None, torch.zeros(3, dtype=torch.int64)])
