@@ -118,63 +118,39 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row of a larger": lambda t: torch.stack([t, 2 * t], 1)[:, 0],
     "requires grad": lambda t: t.clone().requires_grad_() * 1,
     "parameter": lambda t: nn.Parameter(t),
+    "expanded": lambda t: t.reshape(-1)[0].expand(BASE),
+    "expanded row": lambda t: t[:1].expand(BASE),
+    "expanded column": lambda t: t[..., :1].expand(BASE),
+    "conjugate": lambda t: t.conj(),
+    "conjugate and transposed": lambda t: t.conj().transpose(0, 1).conj().transpose(0, 1),
+    "negative": torch._neg_view,
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("params_layout", ["contiguous", "channels_last"])
-def test_memory_layouts_of_gradients(layout: str, params_layout: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64], ids=str)
+def test_memory_layouts_of_gradients(layout: str, params_layout: str, dtype: torch.dtype) -> None:
     strided = params_layout == "channels_last"
-    like = torch.zeros(BASE)
+    like = torch.zeros(BASE, dtype=dtype)
     like = like.contiguous(memory_format=torch.channels_last) if strided else like
 
     def grads_of(rank: int) -> dict[str, Tensor]:
-        values = rand(*BASE, seed=rank, dtype=torch.float32)
+        values = rand(*BASE, seed=rank, dtype=dtype)
         return {"w": LAYOUTS[layout](values) if rank else values, "v": values}
 
-    plain = ddp_mean([rand(*BASE, seed=rank, dtype=torch.float32) for rank in range(3)])
-    for result in synced(3, grads_of, params={"w": like, "v": torch.zeros(BASE)}):
-        assert torch.equal(result["w"], plain)
-        assert torch.equal(result["v"], plain)
-        assert result["w"].stride() == like.stride()
-        assert not result["w"].requires_grad
-        assert type(result["w"]) is Tensor
-
-
-@pytest.mark.parametrize("name", ["f16", "bf16", "f32", "f64", "c64", "c128"])
-def test_expanded_gradients(name: str) -> None:
-    dtype = DTYPES[name]
-
-    def grads_of(rank: int) -> dict[str, Tensor]:
-        full = torch.tensor(1.0 + rank, dtype=dtype).expand(4, 6)
-        row = rand(1, 6, seed=rank, dtype=dtype).expand(4, 6)
-        return {"full": full, "row": row, "column": rand(4, 1, seed=rank, dtype=dtype).expand(4, 6)}
-
-    expected = {
-        key: ddp_mean([grads_of(rank)[key].contiguous() for rank in range(2)])
-        for key in ("full", "row", "column")
-    }
-    for result in synced(2, grads_of):
-        for key, value in expected.items():
-            assert torch.equal(result[key], value)
-            assert result[key].is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_conjugate_and_negative_views(dtype: torch.dtype) -> None:
-    def grads_of(rank: int) -> dict[str, Tensor]:
-        z = rand(5, 3, seed=rank, dtype=dtype)
-        return {"conj": z.conj(), "neg": z.conj().imag, "both": z.conj().T.conj(), "real": z.real}
-
-    probe = grads_of(0)
-    assert probe["conj"].is_conj()
-    assert probe["neg"].is_neg()
-    expected = {k: ddp_mean([grads_of(r)[k].clone() for r in range(3)]) for k in probe}
-    for result in synced(3, grads_of):
-        for key, value in expected.items():
-            assert torch.equal(result[key], value)
+    every = [grads_of(rank) for rank in range(3)]
+    assert every[1]["w"].is_neg() == (layout == "negative")
+    assert every[1]["w"].is_conj() == (layout == "conjugate" and dtype.is_complex)
+    plain = {key: ddp_mean([grads[key].clone() for grads in every]) for key in "wv"}
+    for result in synced(3, grads_of, params={"w": like, "v": torch.zeros_like(like)}):
+        for key, mean in plain.items():
+            assert torch.equal(result[key], mean.resolve_conj())
+            assert result[key].stride() == like.stride()
+            assert not result[key].requires_grad
             assert not result[key].is_conj()
             assert not result[key].is_neg()
+            assert type(result[key]) is Tensor
 
 
 def test_results_have_the_strides_of_the_parameters() -> None:
@@ -190,26 +166,14 @@ def test_results_have_the_strides_of_the_parameters() -> None:
         assert result["cut"].is_contiguous(), "what is not dense has no layout to keep"
 
 
-def test_integer_and_bool_leaves_have_no_gradient() -> None:
+def test_leaves_without_a_gradient_are_none() -> None:
     params = {"w": torch.zeros(2), "step": torch.tensor(3), "mask": torch.tensor([True])}
-    for grads in (
-        {"w": torch.ones(2), "step": None, "mask": None},
-        {"w": torch.ones(2), "step": torch.tensor(5), "mask": torch.tensor([False])},
-    ):
+    params["bias"] = None
+    for own in ({"step": None, "mask": None}, {"step": torch.tensor(5), "mask": params["mask"]}):
+        grads = {"w": torch.ones(2), "bias": None, **own}
         for result in synced(2, lambda rank, grads=grads: grads, params=params):
-            assert result["w"].tolist() == [1.0, 1.0]
-            assert result["step"] is None
-            assert result["mask"] is None
-
-
-# What is not there
-
-
-def test_none_among_the_parameters() -> None:
-    params = {"w": torch.zeros(2), "bias": None}
-    for result in synced(2, lambda rank: {"w": torch.ones(2), "bias": None}, params=params):
-        assert result["w"].tolist() == [1.0, 1.0]
-        assert result["bias"] is None
+            assert result.pop("w").tolist() == [1.0, 1.0]
+            assert result == {"step": None, "mask": None, "bias": None}
 
 
 # Trees

@@ -121,20 +121,15 @@ def test_rounds_of_several_batches_come_as_tuples() -> None:
 
 
 def test_no_batches_on_any_rank() -> None:
-    for rounds, after in fddp.loopback(2, nothing_at_all):
-        assert rounds == 0
-        assert after == 1
+    def run(group: Any) -> tuple[int, int]:
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            rounds = sum(1 for _ in fddp.uneven([], sync))
+            return rounds, sum(
+                1 for x in fddp.uneven(batches(group.rank, group.rank), sync) if step(mlp(), x)
+            )
 
-
-def nothing_at_all(group: Any) -> tuple[int, int]:
-    with fddp.GradSync(mlp(), group=group) as sync:
-        rounds = sum(1 for _ in fddp.uneven([], sync))
-        step = sync.value_and_grad(mlp_loss)
-        after = 0
-        for batch in fddp.uneven(batches(sync.rank, sync.rank), sync):
-            step(mlp(), batch)
-            after += 1
-        return rounds, after
+    assert fddp.loopback(2, run) == [(0, 1)] * 2
 
 
 def test_a_generator_is_asked_one_batch_ahead() -> None:
@@ -157,7 +152,8 @@ def test_a_generator_is_asked_one_batch_ahead() -> None:
     assert fddp.loopback(2, run) == [[2, 3, 3, 3], [2, 3, 4, 4]]
 
 
-def test_batches_of_an_exhausted_rank() -> None:
+@pytest.mark.parametrize("keyword", [False, True])
+def test_batches_of_an_exhausted_rank(keyword: bool) -> None:
     def run(group: Any) -> Any:
         calls = []
 
@@ -166,9 +162,9 @@ def test_batches_of_an_exhausted_rank() -> None:
             return mlp_loss(p, x), "aux"
 
         with fddp.GradSync(mlp(), group=group) as sync:
-            step = sync.value_and_grad(loss_fn, has_aux=True, with_info=True, weight_fn=rows)
+            step = sync.value_and_grad(loss_fn, has_aux=True, with_info=True)
             x = fddp.EXHAUSTED if group.rank else batches(0, 1)[0]
-            (loss, aux), grads, info = step(mlp(), x)
+            (loss, aux), grads, info = step(mlp(), x=x) if keyword else step(mlp(), x)
             return loss, aux, grads, info.active, len(calls)
 
     expected = mean_gradients(mlp_loss, mlp(), [(batches(0, 1)[0],)], [1.0])
@@ -178,18 +174,6 @@ def test_batches_of_an_exhausted_rank() -> None:
     assert (first[3:], second[3:]) == ((1, 1), (1, 0))
     for run_ in (first, second):
         assert largest_difference(run_[2], expected) < 1e-14
-
-
-def test_exhausted_is_accepted_as_a_keyword() -> None:
-    def run(group: Any) -> Any:
-        with fddp.GradSync(mlp(), group=group) as sync:
-            x = fddp.EXHAUSTED if group.rank else batches(0, 1)[0]
-            return sync.value_and_grad(lambda p, x: mlp_loss(p, x))(mlp(), x=x)
-
-    first, second = fddp.loopback(2, run)
-    assert first[0] is not None
-    assert second[0] is None
-    assert same_bits([first[1], second[1]])
 
 
 def test_exhausted_is_one_object() -> None:
