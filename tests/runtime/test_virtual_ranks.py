@@ -19,7 +19,7 @@ from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
-from tests.support.ranks import Launch, LaunchProcesses, RankPool, launch_fixture
+from tests.support.ranks import Launch, launch_fixture, launch_over
 
 COUNT = 8
 STEPS = 3
@@ -82,31 +82,36 @@ def test_sums_of_rows(launch: Launch, size: int) -> None:
             assert torch.equal(found[place], torch.stack([d[rank] for d in due])), (length, tree)
 
 
-def mismatched(group: Any) -> str:
+ORDERS = {
+    "trees": (
+        lambda rank: VirtualRanks.over(5 + 2 * rank, 2).tree,
+        r"reduce_scatter in order (0|of tree) x",
+    ),
+    "flat": (lambda rank: rank == 0, r"reduce_scatter in order 2 of torch"),
+}
+
+
+def mismatched(group: Any, kind: str) -> str:
+    order_of, _ = ORDERS[kind]
     with open_transport(group, "auto") as transport:
-        tree = VirtualRanks.over(5 + 2 * transport.rank, 2).tree
-        work = transport.reduce_scatter(torch.ones(8), ordered=tree)
+        order = order_of(transport.rank)
+        if kind == "trees":
+            with pytest.raises(ValueError, match=r"6 elements can't hold 2 rows in each of 2"):
+                transport.reduce_scatter(torch.ones(6), ordered=order)
+        work = transport.reduce_scatter(torch.ones(8), ordered=order)
         with pytest.raises(fddp.DesyncError) as caught:
             work.wait("the sum")
         return str(caught.value)
 
 
-def test_other_trees_in_shared_memory_are_reported(ranks: RankPool) -> None:
-    for text in LaunchProcesses("shm", ranks)(2, mismatched):
-        assert re.search(r"rank 0 reduce_scatter in order of tree x 2 x .*, rank 1 reduce_sc", text)
-
-
-def test_ranks_with_other_trees_are_reported() -> None:
-    def run(group: Any) -> None:
-        with open_transport(group) as transport:
-            tree = VirtualRanks.over(5 + 2 * group.rank, 2).tree
-            with pytest.raises(ValueError, match=r"6 elements can't hold 2 rows in each of 2"):
-                transport.reduce_scatter(torch.ones(6), ordered=tree)
-            work = transport.reduce_scatter(torch.ones(8), ordered=tree)
-            with pytest.raises(fddp.DesyncError, match=r"reduce_scatter in order 0 x"):
-                work.wait("the sum")
-
-    fddp.loopback(2, run)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("loopback", "trees"), ("shm", "trees"), ("loopback", "flat")]
+)
+def test_other_orders_of_summation_are_reported(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    for text in launch_over(name, request)(2, mismatched, kind):
+        assert re.search(ORDERS[kind][1], text)
 
 
 # Bits of steps
@@ -225,12 +230,6 @@ def test_options_do_not_change_bits(options: dict[str, Any], due: list[str]) -> 
     assert fddp.loopback(6, digests, COUNT, options) == [due] * 6
 
 
-def test_reduce_dtype() -> None:
-    options = {"reduce_dtype": torch.float64}
-    (alone,) = fddp.loopback(1, digests, COUNT, options)
-    assert fddp.loopback(3, digests, COUNT, options) == [alone] * 3
-
-
 def test_another_number_of_virtual_ranks_has_other_bits(due: list[str]) -> None:
     """Or else the tests above could not fail."""
     assert fddp.loopback(1, digests, COUNT + 1, {})[0] != due
@@ -322,11 +321,22 @@ def test_ranks_send_rows_of_sparse_sums() -> None:
     st.lists(st.integers(0, 40), min_size=1, max_size=4),
     st.lists(st.floats(0.0, 1e3), min_size=16, max_size=16).filter(lambda w: w[0] > 0.1),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_drawn_trees(
-    pair: tuple[int, int], sizes: list[int], weights: list[float], dtype: torch.dtype
+    pair: tuple[int, int],
+    sizes: list[int],
+    weights: list[float],
+    dtype: torch.dtype,
+    wide: bool,
+    inference: bool,
 ) -> None:
+    """The memory of sums outlives a step in inference mode."""
     count, ranks = pair
+    options: Any = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+    if wide:
+        options["reduce_dtype"] = torch.float64
 
     def tree(number: int) -> dict[str, Tensor]:
         return {
@@ -335,11 +345,12 @@ def test_drawn_trees(
         }
 
     def run(group: Any) -> str:
-        with fddp.GradSync(
-            tree(0), group=group, virtual_ranks=count, bucket_cap_mb=1e-4, first_bucket_mb=1e-4
-        ) as sync:
-            own = [weights[v] for v in sync.carried_ranks]
-            return digest(sync(sync.virtual_batches(tree), weight=own))
+        with fddp.GradSync(tree(0), group=group, virtual_ranks=count, **options) as sync:
+            own, trees = [weights[v] for v in sync.carried_ranks], sync.virtual_batches(tree)
+            with torch.inference_mode(inference):
+                first = digest(sync(trees, weight=own))
+            assert not inference or digest(sync(trees, weight=own)) == first
+            return first
 
     (alone,) = fddp.loopback(1, run)
     assert fddp.loopback(ranks, run) == [alone] * ranks
@@ -368,55 +379,39 @@ def test_shards_once_gathered() -> None:
 # Numbers that are not finite
 
 
-def spoiled(group: Any, policy: str, number: int, value: float) -> Any:
+def spoiled(group: Any, policy: str, number: int, value: float, sparse: bool) -> Any:
+    def grads_of(v: int, spoils: bool = True) -> dict[str, Tensor]:
+        bad = torch.full((6, 2), value if spoils and v == number else 1.0)
+        return {"w": bad.to_sparse(1) if sparse else bad, "v": torch.ones(6)}
+
     with fddp.GradSync(
-        {"w": torch.zeros(6), "v": torch.zeros(6)}, group=group, virtual_ranks=5, nonfinite=policy
+        {"w": torch.zeros(6, 2), "v": torch.zeros(6)},
+        group=group,
+        virtual_ranks=5,
+        nonfinite=policy,
+        sparse=("w",) if sparse else (),
     ) as sync:
-
-        def grads_of(v: int) -> dict[str, Tensor]:
-            bad = torch.full((6,), value) if v == number else torch.ones(6)
-            return {"w": bad, "v": torch.ones(6)}
-
         try:
             grads, info = sync(sync.virtual_batches(grads_of), with_info=True)
         except fddp.NonFiniteError as error:
-            return "raised", "'w'" in str(error)
-        return grads["w"] is None, info.skipped, sync(sync.virtual_batches(lambda v: grads_of(-2)))
+            return str(error)
+        later = sync(sync.virtual_batches(lambda v: grads_of(v, spoils=False)))
+        return grads["w"] is None, info.skipped, later["w"].to_dense().eq(1.0).all().item()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("number", [0, 3, 4])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 3e38])
-def test_policies(size: int, number: int, value: float) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_policies(size: int, number: int, value: float, sparse: bool) -> None:
     is_bad = value != 3e38
-    for skipped, flag, later in fddp.loopback(size, spoiled, "skip", number, value):
-        assert (skipped, flag) == (is_bad, is_bad)
-        assert torch.equal(later["w"], torch.ones(6))
+    found = fddp.loopback(size, spoiled, "skip", number, value, sparse)
+    assert found == [(is_bad, is_bad, True)] * size
     if is_bad:
-        found = fddp.loopback(size, spoiled, "raise", number, value)
-        assert found == [("raised", True)] * size
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("number", [0, 3, 4])
-def test_policies_with_sparse_gradients(size: int, number: int) -> None:
-    def run(group: Any, policy: Any) -> tuple[bool, str]:
-        rows = {"rows": torch.zeros(10, 3)}
-        with fddp.GradSync(
-            rows, group=group, virtual_ranks=5, sparse=("rows",), nonfinite=policy
-        ) as sync:
-            trees = sync.virtual_batches(
-                lambda v: {"rows": sparse_summand(v) * (torch.inf if v == number else 1.0)}
-            )
-            try:
-                return sync(trees, with_info=True)[1].skipped, ""
-            except fddp.NonFiniteError as error:
-                return False, str(error)
-
-    assert fddp.loopback(size, run, "skip") == [(True, "")] * size
-    carrier = next(r for r, own in enumerate(VirtualRanks.over(5, size).runs) if number in own)
-    for _, text in fddp.loopback(size, run, "raise"):
-        assert f"gradients are not finite: rank {carrier} has 15 infinities in leaf 'rows'" in text
+        carrier = next(r for r, own in enumerate(VirtualRanks.over(5, size).runs) if number in own)
+        kind = "NaN" if value != value else "infinities"
+        for text in fddp.loopback(size, spoiled, "raise", number, value, sparse):
+            assert f"are not finite: rank {carrier} has 12 {kind} in leaf 'w'" in text
 
 
 def test_overflow_of_partial_sums_is_skipped_on_any_number_of_ranks() -> None:
@@ -501,25 +496,6 @@ def test_a_schedule_with_virtual_ranks() -> None:
             return sync(sync.virtual_batches(lambda v: {"w": torch.full((3,), v + 1.0)}))["w"]
 
     assert [found.tolist() for found in fddp.loopback(2, run)] == [[2.0] * 3] * 2
-
-
-def test_inference_mode() -> None:
-    """The memory of sums outlives the mode."""
-
-    def run(group: Any) -> list[str]:
-        params, found = {"w": torch.zeros(20), "b": torch.zeros(3)}, []
-        with fddp.GradSync(params, group=group, virtual_ranks=5) as sync:
-            trees = sync.virtual_batches(
-                lambda v: {"w": summand(v, 1, 20)[0], "b": summand(v, 1, 3)[0]}
-            )
-            for inside in (True, False, True, False):
-                with torch.inference_mode(inside):
-                    found.append(digest(sync(trees)))
-        return found
-
-    (alone,) = fddp.loopback(1, run)
-    assert len({*alone}) == 1
-    assert fddp.loopback(2, run) == [alone] * 2
 
 
 def test_at_most_log2_buffers_are_in_use() -> None:
