@@ -20,7 +20,7 @@ from fddp.transport.ordered_sum import sum_in_order_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.oracle import find_fault
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, launch_over
 
 GRID = fddp.Topology(host=2, local=2)
 STEPS = 4
@@ -50,10 +50,10 @@ FORMATS = [
 ]
 
 
-def scattered(group: Any, name: str) -> list[Any]:
+def scattered(group: Any) -> list[Any]:
     """Own chunks: along both axes at once, and along one after the other."""
     found = []
-    with open_transport(group, name) as transport:
+    with open_transport(group) as transport:
         transport.open_subgroups(GRID, [("host", "local"), ("host",), ("local",)])
         for dtype, average in product(FORMATS, (False, True)):
             buffer = part_of(transport.rank, dtype)
@@ -69,8 +69,9 @@ def scattered(group: Any, name: str) -> list[Any]:
     return found
 
 
-def check_scattered(ranks: list[list[Tensor]]) -> None:
-    for rank, found in enumerate(ranks):
+@pytest.mark.parametrize("name", ["loopback", "c10d", "shm"])
+def test_ordered_sums(name: str, request: pytest.FixtureRequest) -> None:
+    for rank, found in enumerate(launch_over(name, request)(4, scattered)):
         results = iter(found)
         for dtype, average in product(FORMATS, (False, True)):
             parts = [part_of(r, dtype) for r in range(4)]
@@ -81,19 +82,6 @@ def check_scattered(ranks: list[list[Tensor]]) -> None:
             assert torch.equal(next(results), due.chunk(4)[rank]), dtype
             due = by_hand([part_of(r, torch.float32) for r in range(4)])
             assert torch.equal(next(results), due.chunk(2)[rank % 2].chunk(2)[rank // 2])
-
-
-def test_ordered_sums_by_threads() -> None:
-    check_scattered(fddp.loopback(4, scattered, "auto"))
-
-
-@pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_ordered_sums_by_processes(ranks: RankPool, name: str) -> None:
-    check_scattered(ranks.run(4, scattered_by_process, name))
-
-
-def scattered_by_process(rank: int, world_size: int, name: str) -> list[Tensor]:
-    return scattered(None, name)
 
 
 def test_another_order_gives_other_bits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -24,8 +23,15 @@ from tests.support.branches import (
     mean_of_branches,
     train_branches,
 )
-from tests.support.models import batch, largest_difference, mean_gradients, mlp, rand, same_bits
-from tests.support.ranks import Launch, RankPool
+from tests.support.models import (
+    batch,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
 
 SMALL = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one or two leaves a bucket
 
@@ -35,10 +41,9 @@ def gradients_of_branches(group: Any, steps: list[list[Branch]]) -> list[tuple[A
         return list(train_branches(sync, steps))
 
 
-def check(launch: Launch, steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
+def check(steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
     """Runs the steps and holds every rank's gradients against one process's mean."""
-    world_size = len(steps[0])
-    runs = launch(world_size, gradients_of_branches, steps)
+    runs = fddp.loopback(len(steps[0]), gradients_of_branches, steps)
     for number, branches in enumerate(steps):
         expected = mean_of_branches(number, branches)
         for run in runs:
@@ -58,13 +63,6 @@ def programs(draw: st.DrawFn) -> list[list[Branch]]:
     return draw(st.lists(step, min_size=1, max_size=4))
 
 
-class _Threads:
-    name = "loopback"
-
-    def __call__(self, world_size: int, fn: Any, *args: Any) -> list[Any]:
-        return fddp.loopback(world_size, fn, *args)
-
-
 @pytest.fixture(params=["packed together", "packed on arrival"])
 def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second way is for large leaves; here it is taken by all."""
@@ -79,33 +77,8 @@ def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(programs())
-def test_random_graphs_on_threads(steps: list[list[Branch]]) -> None:
-    check(_Threads(), steps)
-
-
-def _generated(seed: int, world_size: int, steps: int) -> list[list[Branch]]:
-    rng = random.Random(seed)
-    hows = ["plain", "plain", "reentrant", "checkpoint"]
-    return [
-        [
-            Branch((rng.randrange(LEAVES), rng.choice(hows)) for _ in range(rng.randrange(6)))
-            for _ in range(world_size)
-        ]
-        for _ in range(steps)
-    ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_graphs_on_processes(ranks: RankPool, world_size: int) -> None:
-    def launch(size: int, fn: Any, *args: Any) -> list[Any]:
-        return ranks.run(size, _on_process, fn, *args)
-
-    for seed in range(5):
-        check(launch, _generated(seed, world_size, steps=5))  # type: ignore[arg-type]
-
-
-def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
-    return fn(None, *args)
+def test_random_graphs(steps: list[list[Branch]]) -> None:
+    check(steps)
 
 
 def infos_of_branches(
@@ -145,60 +118,40 @@ def test_the_trace_is_that_of_the_launch_rule(steps: list[list[Branch]]) -> None
 def test_a_late_gradient_is_repaired_then_expected() -> None:
     # One leaf in two checkpoints gets two gradients, with another bucket's leaf between them.
     branch = Branch([(5, "reentrant"), (0, "reentrant"), (5, "reentrant")])
-    runs = check(_Threads(), [[branch, branch]] * 3)
+    runs = check([[branch, branch]] * 3)
     repairs = [info.repaired for _, info in runs[0]]
     assert repairs[0], "the second gradient of w5 comes after its bucket has left"
     assert not repairs[2], "from then on both are waited for"
 
 
-def test_an_unused_head_does_not_stop_the_overlap() -> None:
-    branch = Branch([(i, "plain") for i in range(5)])
-    runs = check(_Threads(), [[branch, branch]] * 3)
-    for _, info in runs[0]:
-        assert info.unused == ("w5",)
-        arrivals_before_first_launch = info.trace.events.index(
-            Action("launch", info.trace.sequence[0])
-        )
-        assert arrivals_before_first_launch < 5
-
-
-def test_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
-    branch = Branch([(i, "plain") for i in range(LEAVES)])
-    for _, info in check(_Threads(), [[branch, branch]] * 2)[0]:
+@pytest.mark.parametrize("used", [LEAVES - 1, LEAVES])
+def test_first_bucket_is_launched_before_the_last_gradient_exists(used: int) -> None:
+    """An unused head does not stop the overlap."""
+    branch = Branch((i, "plain") for i in range(used))
+    for _, info in check([[branch, branch]] * 3)[0]:
+        assert info.unused == (("w5",) if used < LEAVES else ())
         events = info.trace.events
         last_arrival = max(i for i, event in enumerate(events) if isinstance(event, int))
         assert events.index(Action("launch", info.trace.sequence[0])) < last_arrival
 
 
-def nested(group: Any) -> tuple[Any, Any]:
-    """A step inside the loss function of a step of the same GradSync."""
-    p = mlp()
-    with fddp.GradSync(p, group=group, **SMALL) as sync:
-        from tests.support.models import mlp_loss
-
-        inner = sync.value_and_grad(mlp_loss)
-
-        def loss_fn(q: Any, x: Tensor) -> Tensor:
-            _, grads = inner(p, 2 * x)
-            moved = fddp.tree_map(lambda a, g: a - 0.1 * g, q, grads)
-            return mlp_loss(moved, x)
-
-        x = batch(sync.rank, 0)
-        return sync.value_and_grad(loss_fn)(p, x)[1], inner(p, 2 * x)[1]
-
-
 def test_nested_calls_are_right() -> None:
-    from tests.support.models import mlp_loss
+    """A step inside the loss function of a step of the same GradSync."""
+    p, inputs = mlp(), [(batch(rank, 0),) for rank in range(2)]
 
-    p = mlp()
-    inner = mean_gradients(mlp_loss, p, [(2 * batch(r, 0),) for r in range(2)], [1.0, 1.0])
-    outer = mean_gradients(
-        lambda q, x: mlp_loss(fddp.tree_map(lambda a, g: a - 0.1 * g, q, inner), x),
-        p,
-        [(batch(r, 0),) for r in range(2)],
-        [1.0, 1.0],
-    )
-    for outer_grads, inner_grads in fddp.loopback(2, nested):
+    def moved_loss(q: Any, x: Tensor, grads: Any) -> Tensor:
+        return mlp_loss(fddp.tree_map(lambda a, g: a - 0.1 * g, q, grads), x)
+
+    def run(group: Any) -> tuple[Any, Any]:
+        with fddp.GradSync(p, group=group, **SMALL) as sync:
+            inner = sync.value_and_grad(mlp_loss)
+            step = sync.value_and_grad(lambda q, x: moved_loss(q, x, inner(p, 2 * x)[1]))
+            x = batch(sync.rank, 0)
+            return step(p, x)[1], inner(p, 2 * x)[1]
+
+    inner = mean_gradients(mlp_loss, p, [(2 * x,) for (x,) in inputs], [1.0, 1.0])
+    outer = mean_gradients(lambda q, x: moved_loss(q, x, inner), p, inputs, [1.0, 1.0])
+    for outer_grads, inner_grads in fddp.loopback(2, run):
         assert largest_difference(outer_grads, outer) < 1e-12
         assert largest_difference(inner_grads, inner) < 1e-12
 

@@ -103,39 +103,32 @@ def test_inputs_survive_bit_for_bit(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_leaf_has_a_storage_and_a_version_of_its_own(way: str) -> None:
+def test_each_leaf_is_a_plain_tensor_with_a_storage_and_a_version_of_its_own(way: str) -> None:
     def run(group: Any) -> None:
         with make_sync(group, way) as sync:
-            leaves = [leaf for leaf in flatten(gradients(sync, way, 0))[0] if not leaf.is_sparse]
-            for leaf in leaves:
-                assert leaf.untyped_storage().nbytes() == leaf.nbytes
-                assert leaf.storage_offset() == 0
-                file, alone = io.BytesIO(), io.BytesIO()
-                torch.save(leaf, file)
-                torch.save(leaf.clone(), alone)
-                assert len(file.getvalue()) == len(alone.getvalue())
-            others = [(leaf._version, leaf.clone()) for leaf in leaves[1:]]
-            leaves[0].add_(1.0)
-            for leaf, (version, value) in zip(leaves[1:], others, strict=True):
-                assert leaf._version == version
-                assert torch.equal(leaf, value)
-
-    fddp.loopback(2, run)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_results_are_detached_and_ready_for_anything(way: str) -> None:
-    def run(group: Any) -> None:
-        with make_sync(group, way) as sync:
-            for leaf in flatten(gradients(sync, way, 0))[0]:
-                assert leaf.is_leaf
-                assert leaf.grad_fn is None
-                assert leaf.grad is None
-                assert not leaf.requires_grad
-                assert not leaf.is_inference()
-                leaf.requires_grad_()
-                (leaf.to_dense() ** 2).sum().backward()
-                assert torch.equal(leaf.grad.to_dense(), 2 * leaf.detach().to_dense())
+            every = flatten(gradients(sync, way, 0))[0]
+        leaves = [leaf for leaf in every if not leaf.is_sparse]
+        for leaf in leaves:
+            assert leaf.untyped_storage().nbytes() == leaf.nbytes
+            assert leaf.storage_offset() == 0
+            file, alone = io.BytesIO(), io.BytesIO()
+            torch.save(leaf, file)
+            torch.save(leaf.clone(), alone)
+            assert len(file.getvalue()) == len(alone.getvalue())
+        others = [(leaf._version, leaf.clone()) for leaf in leaves[1:]]
+        leaves[0].add_(1.0)
+        for leaf, (version, value) in zip(leaves[1:], others, strict=True):
+            assert leaf._version == version
+            assert torch.equal(leaf, value)
+        for leaf in every:
+            assert leaf.is_leaf
+            assert leaf.grad_fn is None
+            assert leaf.grad is None
+            assert not leaf.requires_grad
+            assert not leaf.is_inference()
+            leaf.requires_grad_()
+            (leaf.to_dense() ** 2).sum().backward()
+            assert torch.equal(leaf.grad.to_dense(), 2 * leaf.detach().to_dense())
 
     fddp.loopback(2, run)
 

@@ -172,7 +172,7 @@ def test_unused_and_late_gradients(name: str) -> None:
     check_branches(fddp.loopback(RANKS, gradients_of_branches, name, steps), steps)
 
 
-@pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter, after, split"])
+@pytest.mark.parametrize("name", ["all_reduce", "hierarchical", "reduce_scatter, after, split"])
 def test_unused_and_late_gradients_on_processes(ranks: RankPool, name: str) -> None:
     steps = branches_of(4)
     check_branches(ranks.run(4, on_process, name, steps), steps)
