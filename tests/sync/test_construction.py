@@ -152,11 +152,16 @@ def transport_of(group: Any) -> Any:
     return "loopback" if "Loopback" in type(group).__name__ else "c10d"
 
 
-def build(group: Any, name: str) -> tuple[Ending, Any]:
-    first, last, _ = MISMATCHES[name]
-    seen = ending(lambda: (last if rank_of(group) == size_of(group) - 1 else first)(group))
+def tried(group: Any, build: Build) -> tuple[Ending, Any]:
+    """The outcome, and the gradients of a good step after it."""
+    seen = ending(lambda: build(group))
     with fddp.GradSync(params(), group=group) as good:
         return seen, step(good)[1]
+
+
+def build(group: Any, name: str) -> tuple[Ending, Any]:
+    first, last, _ = MISMATCHES[name]
+    return tried(group, last if rank_of(group) == size_of(group) - 1 else first)
 
 
 def check_mismatch(runs: list[Any], name: str) -> None:
@@ -312,9 +317,7 @@ def test_invalid_arguments(name: str, culprits: tuple[int, ...]) -> None:
     bad, kind, texts = INVALID[name]
 
     def run(group: Any) -> tuple[Ending, Any]:
-        seen = ending(lambda: (bad if group.rank in culprits else sync())(group))
-        with fddp.GradSync(params(), group=group) as good:
-            return seen, step(good)[1]
+        return tried(group, bad if group.rank in culprits else sync())
 
     for rank, (seen, after) in enumerate(fddp.loopback(RANKS, run, timeout_s=10.0)):
         if rank in culprits:
@@ -348,13 +351,7 @@ UNPROVED: dict[str, tuple[Build, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", UNPROVED)
 def test_schedules_that_are_not_proved(name: str) -> None:
     bad, kind, texts = UNPROVED[name]
-
-    def run(group: Any) -> tuple[Ending, Any]:
-        seen = ending(lambda: bad(group))
-        with fddp.GradSync(params(), group=group) as good:
-            return seen, step(good)[1]
-
-    for seen, after in fddp.loopback(RANKS, run):
+    for seen, after in fddp.loopback(RANKS, tried, bad):
         assert seen.kinds[0] == kind
         assert all(text in seen.text for text in texts), seen.text
         assert after["a"].tolist() == [2.0] * 3
