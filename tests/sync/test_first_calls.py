@@ -35,33 +35,24 @@ def test_a_module_stands_for_its_trained_parameters() -> None:
 
 
 def test_grad_sync_of_a_module() -> None:
-    def mean(group: Any) -> tuple[Any, Any]:
+    def mean(group: Any) -> tuple[Any, Any, str]:
         module = network()
         with fddp.GradSync(module, group=group) as sync:
             grads = {
                 name: torch.full_like(p, 1.0 + group.rank) for name, p in trained(module).items()
             }
-            return sync.plan, sync(grads)
+            return sync.plan, sync(grads), ending(lambda: sync(module)).text
 
-    for plan, grads in fddp.loopback(2, mean):
+    for plan, grads, text in fddp.loopback(2, mean):
         assert plan == fddp.plan_buckets(network())
         assert all((grad == 1.5).all() for grad in grads.values())
+        assert "For a module, pass the tensors by name: dict(module.named_parameters())" in text
 
 
 def test_a_frozen_module_has_nothing_to_plan() -> None:
     text = "the Linear has 2 parameters, and none with requires_grad; set it"
     with pytest.raises(fddp.NoGradientError, match=text):
         fddp.plan_buckets(nn.Linear(2, 2).requires_grad_(False))
-
-
-def test_a_step_with_a_module_says_what_to_pass() -> None:
-    def step(group: Any) -> str:
-        module = network()
-        with fddp.GradSync(module, group=group) as sync:
-            return str(ending(lambda: sync(module)).text)
-
-    (text,) = fddp.loopback(1, step)
-    assert "For a module, pass the tensors by name: dict(module.named_parameters())" in text
 
 
 def lazy_on(ranks: Collection[int], rank: int) -> nn.Module:

@@ -123,11 +123,14 @@ def test_objects_of_the_old_sync_name_the_new_one() -> None:
         with old.rebuild(group) as new:
             closed.append(ending(lambda: step(mlp(), batch(0, 0))).text)
             closed.append(ending(lambda: old(mlp())).text)
+            closed.append(ending(lambda: old.rebuild(group)).text)
             assert new.value_and_grad(mlp_loss)(mlp(), batch(0, 0))
         closed.append(ending(lambda: new(mlp())).text)
         return closed
 
-    for by_step, by_call, by_close in fddp.loopback(2, use):
+    for by_step, by_call, by_rebuild, by_close in fddp.loopback(2, use):
+        assert "rebuild was called a second time" in by_rebuild
+        assert "use the new one: sync = sync.rebuild(group)" in by_rebuild
         assert by_step == by_call
         assert by_call == (
             "this GradSync, or its owner, is closed (rebuild() has replaced it); use the new one: "

@@ -83,7 +83,7 @@ def test_measured_times_decide(monkeypatch: pytest.MonkeyPatch, faster: str) -> 
         assert f"the {kept} plan is kept" in str(report)
 
 
-def test_leaves_without_gradient_or_of_one_rank_have_no_time_or_their_own() -> None:
+def test_unused_leaves_have_no_time_and_local_ones_may_differ() -> None:
     def on_rank(group: Any) -> Any:
         params = {"used": torch.ones(3), "unused": torch.ones(3), "count": torch.ones(2).long()}
         params["own"] = torch.ones(2 + group.rank)
