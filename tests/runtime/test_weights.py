@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fddp
 from fddp.core.numerics.weighting import WeightScale
-from fddp.tree.pytree import flatten
-from tests.support.models import largest_difference, mean_gradients, mlp, rand, same_bits
+from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
@@ -301,86 +300,6 @@ def test_weight_zero_contributes_exact_zeros(dtype: torch.dtype, bad: float, spa
 # Micro-batches
 
 
-def partial_loss(p: dict[str, Any], x: Tensor, names: str) -> Tensor:
-    """Uses only the named layers."""
-    for name in names:
-        x = torch.tanh(x @ p[f"layer{name}"]["weight"] + p[f"layer{name}"]["bias"])
-    return x.square().mean()
-
-
-# By rank: micro-batches as (rows, layers that are used); layer 3 only in the accumulated ones.
-MICRO = [
-    [(3, "013"), (5, "01"), (2, "0")],
-    [(4, "02")],
-    [(1, "23"), (6, "2")],
-    [],
-]
-
-
-def micro_input(rank: int, number: int, size: int) -> Tensor:
-    return rand(size, 8, seed=50 * rank + number)
-
-
-def accumulate(group: Any, exhausted: bool) -> Any:
-    with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
-        step = sync.value_and_grad(
-            partial_loss, with_info=True, weight_fn=lambda p, x, names: x.shape[0]
-        )
-        results = []
-        for _ in range(3):
-            micro = MICRO[sync.rank]
-            earlier, last = (micro, []) if exhausted else (micro[:-1], micro[-1:])
-            sums, total = None, 0.0
-            for number, (size, names) in enumerate(earlier):
-                grads = local_gradients(micro_input(sync.rank, number, size), names)
-                weighted = {k: None if g is None else g * size for k, g in grads.items()}
-                sums = weighted if sums is None else add(sums, weighted)
-                total += size
-            accumulated = None if sums is None else (restored(sums), total)
-            if last:
-                ((size, names),) = last
-                x = micro_input(sync.rank, len(earlier), size)
-                results.append(step(mlp(), x, names, accumulated=accumulated)[1:])
-            else:
-                results.append(step(mlp(), fddp.EXHAUSTED, "", accumulated=accumulated)[1:])
-        return results
-
-
-def local_gradients(x: Tensor, names: str) -> dict[str, Tensor | None]:
-    leaves, treedef = flatten(mlp())
-    own = [leaf.requires_grad_() for leaf in leaves]
-    partial_loss(treedef.unflatten(own), x, names).backward()
-    return {path: leaf.grad for path, leaf in zip(treedef.paths, own, strict=True)}
-
-
-def add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    return {k: b[k] if a[k] is None else a[k] if b[k] is None else a[k] + b[k] for k in a}
-
-
-def restored(flat: dict[str, Any]) -> Any:
-    treedef = flatten(mlp())[1]
-    return treedef.unflatten([flat[path] for path in treedef.paths])
-
-
-@pytest.mark.parametrize("exhausted", [False, True])
-def test_accumulated_gives_the_mean_over_all_micro_batches(launch: Launch, exhausted: bool) -> None:
-    micro = [(r, n, *m) for r, batches in enumerate(MICRO) for n, m in enumerate(batches)]
-    expected = mean_gradients(
-        partial_loss,
-        mlp(),
-        [(micro_input(r, n, size), names) for r, n, size, names in micro],
-        [float(size) for _, _, size, _ in micro],
-    )
-    runs = launch(4, accumulate, exhausted)
-    for run in runs:
-        for grads, info in run:
-            assert largest_difference(grads, expected) < 1e-12
-            assert info.total_weight == sum(size for _, _, size, _ in micro)
-            assert info.active == 3
-            assert info.unused == ()
-    assert same_bits([[grads for grads, _ in run] for run in runs])
-
-
 class Part(NamedTuple):
     """A rank's part in a step: of its batch, and of gradients accumulated before it."""
 
@@ -415,38 +334,52 @@ PARTS = st.lists(st.builds(Part, NUMBERS, SOME, NUMBERS, SOME), min_size=1, max_
 @example([Part(1.0, "a", None, ""), Part(1.0, "a", 0.0, "ab")])
 @example([Part(1.0, "a", None, ""), Part(None, "", 0.0, "ab")])
 def test_accumulated_gradients_count_with_their_weight(parts: list[Part]) -> None:
-    params = {key: torch.ones(3, dtype=torch.float64) for key in "abc"}
+    check_accumulated(fddp.loopback(len(parts), accumulated_steps, parts), parts)
 
-    def run(group: Any) -> Any:
-        part = parts[group.rank]
-        now, sums = part.trees(group.rank)
+
+def test_accumulated_gradients_over_any_transport(launch: Launch) -> None:
+    """The first two ranks have earlier ones, the third has no others, and the fourth has none."""
+    parts = [Part(5.0, "ab", 8.0, "ac"), Part(4.0, "b", 2.0, "b"), Part(None, "", 7.0, "bc")]
+    parts.append(Part(None, "", None, ""))
+    check_accumulated(launch(4, accumulated_steps, parts), parts)
+
+
+def accumulated_steps(group: Any, parts: list[Part]) -> list[Any]:
+    params = {key: torch.ones(3, dtype=torch.float64) for key in "abc"}
+    found = []
+    with fddp.GradSync(params, group=group, **SMALL) as sync:
+        part = parts[sync.rank]
+        now, sums = part.trees(sync.rank)
         if part.earlier_weight:
             sums = {k: None if g is None else g * part.earlier_weight for k, g in sums.items()}
         before = fddp.tree_map(torch.clone, sums)
-        with fddp.GradSync(params, group=group, **SMALL) as sync:
-            step = sync.value_and_grad(
-                used_loss, with_info=True, weight_fn=lambda p, grads: part.weight
-            )
+        step = sync.value_and_grad(
+            used_loss, with_info=True, weight_fn=lambda p, grads: part.weight
+        )
+        for _ in range(2):
             loss, grads, info = step(
                 params,
                 fddp.EXHAUSTED if part.weight is None else now,
                 accumulated=None if part.earlier_weight is None else (sums, part.earlier_weight),
             )
-        assert (loss is None) == (part.weight is None)
-        assert info.all_finite
-        assert all(
-            g is None or torch.equal(g.nan_to_num(), before[k].nan_to_num())
-            for k, g in sums.items()
-        )
-        return grads, info
+            assert (loss is None) == (part.weight is None)
+            found.append((grads, info))
+        for key, grad in sums.items():
+            assert grad is None or torch.equal(grad.nan_to_num(), before[key].nan_to_num())
+    return found
 
+
+def check_accumulated(runs: list[Any], parts: list[Part]) -> None:
     due = []
     for rank, part in enumerate(parts):
         now, earlier = part.trees(rank)
         due += [(part.weight or 0.0, now), (part.earlier_weight or 0.0, earlier)]
-    for grads, info in fddp.loopback(len(parts), run):
-        assert_is_mean(grads, info, due)
-        assert info.active == sum(bool(p.weight or p.earlier_weight) for p in parts)
+    for run in runs:
+        for grads, info in run:
+            assert_is_mean(grads, info, due)
+            assert info.all_finite
+            assert info.active == sum(bool(p.weight or p.earlier_weight) for p in parts)
+    assert same_bits([[grads for grads, _ in run] for run in runs])
 
 
 def test_accumulated_local_leaves() -> None:

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
 from fddp import Topology
 from fddp.core.schedule.op import is_collective
 from fddp.runtime.program import Program
-from fddp.testing import assert_mean
+from fddp.testing import assert_mean, gradients, param_trees, schedules
 from fddp.tree.pytree import flatten
 from tests.support.branches import (
     Branch,
@@ -22,7 +24,7 @@ from tests.support.branches import (
     train_branches,
 )
 from tests.support.collectives import Issued, record_issued
-from tests.support.dtypes import DTYPES
+from tests.support.examples import examples
 from tests.support.groups import size_of
 from tests.support.models import (
     batch,
@@ -69,17 +71,15 @@ def grid(world_size: int) -> Topology:
     return Topology(host=2, local=world_size // 2)
 
 
-def opened(
-    group: Any, tree: Any, name: str, *, sparse: tuple[str, ...] = (), caps: Any = SMALL
-) -> fddp.GradSync:
+def opened(group: Any, tree: Any, name: str, *, sparse: tuple[str, ...] = ()) -> fddp.GradSync:
     variant, mesh = VARIANTS[name], grid(size_of(group))
     if variant.scaling is None:
         algorithm = variant.algorithm
         return fddp.GradSync(
-            tree, group=group, mesh=mesh, algorithm=algorithm, sparse=sparse, **caps
+            tree, group=group, mesh=mesh, algorithm=algorithm, sparse=sparse, **SMALL
         )
     schedule = fddp.make_schedule(
-        fddp.plan_buckets(tree, sparse=sparse, **caps),
+        fddp.plan_buckets(tree, sparse=sparse, **SMALL),
         mesh,
         algorithm=variant.algorithm,
         scaling=variant.scaling,
@@ -96,38 +96,25 @@ def whole(sync: fddp.GradSync, grads: Any) -> Any:
 # Trees of gradients
 
 
-def gradients_of(rank: int, *, missing: bool) -> dict[str, Any]:
-    """Several leaves of each dtype, odd in size; some of them None."""
-    tree: dict[str, Any] = {"step": None, "empty": torch.zeros(0, 3)}
-    for i, (name, dtype) in enumerate(DTYPES.items()):
-        tree[name] = [
-            None
-            if missing and ((i + j + rank) % 4 == 0 or j == 2)
-            else rand(5 + 2 * j, 3, seed=10 * i + j + 100 * rank, dtype=dtype)
-            for j in range(3)
-        ]
-    return tree
+@examples(60)
+@given(st.data())
+def test_any_schedule_gives_the_mean_of_any_tree(data: st.DataObject) -> None:
+    """With each scaling, split, `reduce_dtype` and topology."""
+    algorithms: Any = ["all_reduce", "hierarchical", "reduce_scatter"]
+    plan = st.just(fddp.plan_buckets(tree := data.draw(param_trees()), **FEW))
+    deterministic = data.draw(st.booleans())
+    schedule = data.draw(schedules(plan, algorithms=algorithms, deterministic=deterministic))
+    ranks = schedule.topology.world_size
+    trees = data.draw(gradients(tree, ranks))
+    weight = st.sampled_from([0.0, 0.5, 1.0, 3.0, 1e4])
+    weights = data.draw(st.lists(weight, min_size=ranks, max_size=ranks).filter(any))
 
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(schedule, group=group) as sync:
+            found = [assert_mean(sync, trees), assert_mean(sync, trees, weights)]
+            return [*found, assert_mean(sync, trees)]
 
-def sync_trees(group: Any, name: str) -> list[Any]:
-    like = {**gradients_of(0, missing=False), "step": torch.tensor(3)}
-    with opened(group, like, name, caps=FEW) as sync:
-        ranks = range(sync.world_size)
-        complete = [gradients_of(rank, missing=False) for rank in ranks]
-        partial = [gradients_of(rank, missing=True) for rank in ranks]
-        return [
-            assert_mean(sync, partial),
-            assert_mean(sync, partial, [float(1 + rank) for rank in ranks]),
-            assert_mean(sync, complete, [0.0, 1e4, *[0.5] * (sync.world_size - 2)]),
-            assert_mean(sync, complete),
-        ]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_trees_of_every_dtype(name: str) -> None:
-    runs = fddp.loopback(RANKS, sync_trees, name)
-    assert same_bits(runs)
-    assert runs[0][0]["f32"][2] is None, "no rank has one"
+    assert same_bits(fddp.loopback(ranks, run))
 
 
 # During backward
