@@ -357,13 +357,6 @@ def test_schedules_that_are_not_proved(name: str) -> None:
         assert after["a"].tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("group", ["world", 3, object()])
-def test_something_that_is_no_group(group: Any) -> None:
-    seen = ending(lambda: fddp.GradSync(params(), group=group))
-    assert {"FddpError", "ValueError", "TypeError"} & set(seen.kinds)
-    assert seen.text
-
-
 def test_missing_group_is_refused() -> None:
     seen = ending(lambda: fddp.GradSync(params()))
     assert seen.kinds[0] == "FddpError"

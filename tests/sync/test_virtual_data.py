@@ -45,11 +45,6 @@ def test_seeds_are_pinned() -> None:
     assert [*fddp.VirtualSampler(9, 2, range(2), batch_size=2, seed=5)][:2] == [[5, 2], [8, 1]]
 
 
-def test_arguments_of_numbers() -> None:
-    with pytest.raises(ValueError, match=r"virtual_rank must be at least 0, got -1"):
-        fddp.virtual_rng(0, -1)
-
-
 def test_blocks_of_two_threads_are_refused() -> None:
     """Each would draw the numbers of the other."""
     errors = []
@@ -156,6 +151,7 @@ def test_runs_go_on_at_any_step_with_any_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: fddp.virtual_rng(0, -1), r"virtual_rank must be at least 0, got -1"),
         (lambda: fddp.VirtualSampler(0, 2, range(2)), r"there must be samples in the data and in"),
         (lambda: fddp.VirtualSampler(5, 2, range(0)), r"carried must be virtual ranks of the 2"),
         (lambda: fddp.VirtualSampler(5, 2, range(1, 3)), r"carried must be virtual ranks of the 2"),
@@ -171,7 +167,7 @@ def test_runs_go_on_at_any_step_with_any_number_of_ranks() -> None:
         ),
     ],
 )
-def test_arguments_of_samplers(make: Any, text: str) -> None:
+def test_arguments(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
 
