@@ -98,7 +98,8 @@ def train(group: Any, case: Case) -> dict[str, Any]:
             _, grads, kept, info = step(own, factors, late, hook_state=state)
             assert info.skipped or bool(info.repaired) == late
             seen["flags"] = info.skipped, info.all_finite
-            seen["gradients"] = sum(grad is not None for grad in grads.values())
+            found = [grad.to_dense() for grad in grads.values() if grad is not None]
+            seen["gradients"] = len(found), all(grad.isfinite().all() for grad in found)
             seen["kept"] = same_leaves(kept, state)
         except fddp.NonFiniteError as error:
             seen["counts"], seen["overflowed"] = error.counts, error.overflowed
@@ -140,8 +141,8 @@ def counts(case: Case) -> dict[int, dict[str, tuple[int, int]]]:
 
 def check(case: Case, runs: list[dict[str, Any]]) -> None:
     wanted: dict[str, Any] = {
-        "propagate": {"flags": (False, False), "gradients": 4, "kept": True},
-        "skip": {"flags": (True, False), "gradients": 0, "kept": True},
+        "propagate": {"flags": (False, False), "gradients": (4, False), "kept": True},
+        "skip": {"flags": (True, False), "gradients": (0, True), "kept": True},
         "raise": {"counts": counts(case), "overflowed": {}},
     }
     afters = [seen.pop("after") for seen in runs]
