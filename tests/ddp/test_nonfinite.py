@@ -5,19 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
 from fddp.ddp.steps import Steps
-from tests.support.collectives import collectives_called
 from tests.support.endings import ending
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
@@ -34,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused announced": {"bucket_cap_mb": TINY_CAP_MB, "find_unused_parameters": True},
     "unused left out": {"bucket_cap_mb": TINY_CAP_MB, "skip_all_reduce_unused_params": True},
     "static": {"static_graph": True},
+    "hook with state": {"hook": fddp.hooks.top_k(0.5)},
 }
 
 
@@ -61,7 +58,10 @@ def values(module: nn.Module) -> list[Tensor]:
 def trained(group: Any, bad: float | None, name: str, clear: bool) -> tuple[list[bool], Any]:
     """Three steps, the second with a bad number on rank 1; None leaves that step out."""
     model, rank = small_net(), group.rank
-    ddp = DDP(model, process_group=group, nonfinite="skip", **OPTIONS[name])
+    options = {key: value for key, value in OPTIONS[name].items() if key != "hook"}
+    ddp = DDP(model, process_group=group, nonfinite="skip", **options)
+    if "hook" in OPTIONS[name]:
+        ddp.register_comm_hook(None, OPTIONS[name]["hook"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     skipped = []
     for step in range(4):
@@ -74,6 +74,8 @@ def trained(group: Any, bad: float | None, name: str, clear: bool) -> tuple[list
         assert all(param.grad is None for param in model.parameters()) == ddp.skipped
         optimizer.step()
     state = [value for entry in optimizer.state.values() for value in entry.values()]
+    if name == "hook with state":
+        state.append(ddp.comm_hook_state)
     return skipped, [*values(model), *state]
 
 
@@ -136,22 +138,6 @@ def test_each_backward_of_one_forward_is_a_step_of_its_own() -> None:
     fddp.loopback(2, run)
 
 
-def test_state_of_a_hook_is_as_before() -> None:
-    def run(group: Any) -> Any:
-        ddp = DDP(small_net(), process_group=group, nonfinite="skip")
-        ddp.register_comm_hook(None, fddp.hooks.top_k(0.5))
-        loss(ddp, group.rank).backward()
-        before = copy.deepcopy(ddp.comm_hook_state)
-        loss(ddp, group.rank, factor=NAN if group.rank else 1.0).backward()
-        assert ddp.skipped
-        assert same_bits([before, ddp.comm_hook_state])
-        loss(ddp, group.rank, step=1).backward()
-        assert not ddp.skipped
-        assert not same_bits([before, ddp.comm_hook_state])
-
-    fddp.loopback(2, run)
-
-
 def test_sums_that_overflow_in_the_wrapped_modules_narrow_dtype() -> None:
     """Every rank's gradients are finite, as are their casts; the sum is not."""
 
@@ -172,9 +158,9 @@ def test_sums_that_overflow_in_the_wrapped_modules_narrow_dtype() -> None:
 def test_ranks_that_have_joined() -> None:
     """Rank 0 has one input; rank 1 has three, of which the second is bad."""
 
-    def run(group: Any, policy: Any) -> Any:
+    def run(group: Any) -> Any:
         model = small_net()
-        ddp = DDP(model, process_group=group, nonfinite=policy)
+        ddp = DDP(model, process_group=group, nonfinite="skip")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         skipped = []
         with ddp.join():
@@ -185,14 +171,10 @@ def test_ranks_that_have_joined() -> None:
                 optimizer.step()
         return skipped, values(model)
 
-    (early, found), (late, wanted) = fddp.loopback(2, run, "skip")
+    (early, found), (late, wanted) = fddp.loopback(2, run)
     assert (early, late) == ([False], [False, True, False])
     assert same_bits([found, wanted])
     assert all(value.isfinite().all() for value in found)
-    first, second = fddp.loopback(2, lambda group: ending(partial(run, group, "raise")))
-    assert first.kinds[0] == "NonFiniteError"
-    assert first == second
-    assert "step 1: gradients are not finite: rank 1 has 6 NaN in leaf 'layers.l0.b" in first.text
 
 
 # Raise
@@ -226,7 +208,7 @@ def named(group: Any, name: str) -> None:
     assert same_bits(seen)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "hook" not in name])
 def test_the_error_names_ranks_and_parameters(name: str) -> None:
     fddp.loopback(2, named, name)
 
@@ -237,32 +219,6 @@ def test_on_processes(ranks: RankPool) -> None:
 
 def named_on_processes(rank: int, world_size: int) -> None:
     named(torch.distributed.group.WORLD, "many buckets")
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("clear", [True, False], ids=["cleared", "zeroed"])
-def test_after_an_error_no_rank_has_the_others_gradients(views: bool, clear: bool) -> None:
-    """As after any step that failed: none where there were none, and this rank's own where there
-    were some, but for those that were being reduced in place."""
-
-    def run(group: Any) -> None:
-        model = small_net()
-        ddp = DDP(model, process_group=group, nonfinite="raise", gradient_as_bucket_view=views)
-        for _ in range(2):  # the second plan is that of later steps
-            loss(ddp, group.rank).backward()
-            model.zero_grad(set_to_none=clear)
-        own = torch.autograd.grad(loss(ddp.module, group.rank), list(model.parameters()))
-        with pytest.raises(fddp.NonFiniteError):
-            loss(ddp, group.rank, factor=NAN if group.rank else 1.0).backward()
-        for param, wanted in zip(model.parameters(), own, strict=True):
-            if clear:
-                assert param.grad is None
-            elif param.grad is None:
-                assert views
-            else:
-                assert param.grad.isnan().all() if group.rank else same_bits([param.grad, wanted])
-
-    fddp.loopback(2, run)
 
 
 # As a loss scaler would have it
@@ -296,133 +252,47 @@ def test_skipped_steps_match_grad_scaler() -> None:
         assert same_bits([found, runs[0][1]])
 
 
-@given(st.data())
-@settings(max_examples=8)
-def test_all_ranks_decide_as_one_process_would(data: st.DataObject) -> None:
-    ranks, steps = data.draw(st.integers(1, 3)), 3
-    numbers = st.sampled_from([1.0, 1.0, -2.0, NAN, INF, 1e38])
-    factors = [[data.draw(numbers) for _ in range(ranks)] for _ in range(steps)]
-    through = [[data.draw(st.sampled_from([(0,), (1, 2)])) for _ in range(ranks)] for _ in factors]
-    arguments = {
-        "bucket_cap_mb": data.draw(st.sampled_from([TINY_CAP_MB, 1.0])),
-        "gradient_as_bucket_view": data.draw(st.booleans()),
-        "find_unused_parameters": True,
-    }
-    clear = data.draw(st.booleans())
-
-    def run(group: Any) -> Any:
-        model = small_net()
-        ddp = DDP(model, process_group=group, nonfinite="skip", **arguments)
-        seen = []
-        for step in range(steps):
-            model.zero_grad(set_to_none=clear)
-            by, path = factors[step][group.rank], through[step][group.rank]
-            loss(ddp, group.rank, step, by, through=path).backward()
-            seen.append((ddp.skipped, grads(model)))
-        return seen
-
-    wanted = [_alone(step, factors[step], through[step]) for step in range(steps)]
-    for seen in fddp.loopback(ranks, run):
-        for (skipped, found), (skips, means) in zip(seen, wanted, strict=True):
-            assert skipped == skips
-            assert not skips or found == [None] * 6
-            for one, mean in zip(found, means, strict=True):
-                if mean is not None and not skips:
-                    assert ((one.double() - mean.value).abs() <= mean.rounding).all()
-
-
-class _Mean(NamedTuple):
-    """The mean of gradients, and how far off sums of them in float32 may be."""
-
-    value: Tensor
-    rounding: Tensor
-
-
-def _alone(
-    step: int, factors: list[float], through: list[tuple[int, ...]]
-) -> tuple[bool, list[_Mean | None]]:
-    """Return whether the step is to be skipped, and the mean gradients, from one process."""
-    own = []
-    for rank, (factor, path) in enumerate(zip(factors, through, strict=True)):
-        model = small_net()
-        loss(model, rank, step, factor, through=path).backward()
-        own.append(grads(model))
-    eps, ranks = torch.finfo(torch.float32).eps, len(own)
-    means: list[_Mean | None] = []
-    for column in zip(*own, strict=True):
-        parts = [part.double() for part in column if part is not None]
-        # Large parts may cancel: what is rounded is in proportion to them, not to their sum.
-        rounding = sum(part.abs() for part in parts) * (ranks + 1) * eps / ranks
-        means.append(_Mean(sum(parts) / ranks, rounding) if parts else None)
-    everything = [mean.value.float() for mean in means if mean is not None]
-    everything += [part for column in own for part in column if part is not None]
-    return not all(part.isfinite().all() for part in everything), means
-
-
-# What it costs
-
-
-def test_a_good_step_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = collectives_called(monkeypatch)
-
-    def made(policy: Any) -> list[str]:
-        def run(group: Any) -> None:
-            ddp = DDP(small_net(), process_group=group, nonfinite=policy, bucket_cap_mb=TINY_CAP_MB)
-            for _ in range(3):
-                calls.clear()
-                loss(ddp, group.rank).backward()
-
-        fddp.loopback(1, run)
-        return list(calls)
-
-    plain = made("propagate")
-    assert plain
-    assert made("skip") == made("raise") == plain
-
-
 # What is refused
 
 
-def refused(policy: Any, arm: Callable[[Net], dict[str, Any]], use: Callable[[Any], Any]) -> str:
-    def run(group: Any) -> str:
-        model = small_net()
-        with pytest.raises(ValueError, match="nonfinite") as caught:
-            use(DDP(model, process_group=group, nonfinite=policy, **arm(model)))
-        return str(caught.value)
-
-    (text,) = set(fddp.loopback(2, run))
-    return text
-
-
-def delayed(model: Net) -> dict[str, Any]:
+def delayed(group: Any, policy: Any) -> None:
+    model = small_net()
     last = model.layers["l2"].bias
-    return {
+    named = {
         "delay_all_reduce_named_params": [("l2.bias", last)],
         "param_to_hook_all_reduce": last,
     }
+    DDP(model, process_group=group, nonfinite=policy, **named)
 
 
-def stepping(model: Net) -> dict[str, Any]:
+def stepping(group: Any, policy: Any) -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
+    model = small_net()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    return {}
+    loss(DDP(model, process_group=group, nonfinite=policy), 0)
+
+
+def fused(group: Any, policy: Any) -> None:
+    ddp = DDP(small_net(), process_group=group, nonfinite=policy)
+    ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch's own optimizers, as they are imported
 @pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_what_does_not_go_with_a_policy(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (delayed, "delay_all_reduce_named_params"),
+        (stepping, "_apply_optimizer_in_backward"),
+        (fused, "_register_fused_optim"),
+    ],
+)
+def test_what_does_not_go_with_a_policy(use: Callable[..., None], name: str, policy: str) -> None:
     """Parameters that are averaged apart, and optimizers that step before all is known."""
-    for name, text in {
-        "delay_all_reduce_named_params": refused(policy, delayed, lambda ddp: None),
-        "_apply_optimizer_in_backward": refused(policy, stepping, lambda ddp: loss(ddp, 0)),
-        "_register_fused_optim": refused(
-            policy,
-            lambda model: {},
-            lambda ddp: ddp._register_fused_optim(torch.optim.SGD, lr=0.1),
-        ),
-    }.items():
-        assert text.startswith(f"nonfinite='{policy}' and {name} can't be combined")
+    for end in fddp.loopback(2, lambda group: ending(lambda: use(group, policy))):
+        assert end.kinds[0] == "ValueError"
+        assert end.text.startswith(f"nonfinite='{policy}' and {name} can't be combined")
 
 
 def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
