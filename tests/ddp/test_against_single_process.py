@@ -87,6 +87,7 @@ CASES = {
     "forwards dropped": Case(mlp, loops.dropped),
     "backward broken off": Case(mlp, loops.breaking([0, 1])),
     "backward broken off on a rank": Case(mlp, loops.breaking([1])),
+    "backward broken off at its start": Case(mlp, loops.breaking([1], at_output=True)),
     "re-entrant": Case(REENTRANT),
     "re-entrant, small caps": Case(REENTRANT, arguments=CAPS),
     "re-entrant, reused": Case(functools.partial(modules.ReusedCheckpoint, reentrant=True)),

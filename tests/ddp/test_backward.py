@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import threading
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
+from tests.support.backward_calls import call_in_backward
 from tests.support.ranks import RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -25,6 +24,7 @@ from tests.support.wrapped_net import (
     Net,
     assert_close,
     batch,
+    fail_in_backward,
     grads,
     mean_of,
     net,
@@ -34,20 +34,19 @@ from tests.support.wrapped_net import (
 pytestmark = pytest.mark.filterwarnings("ignore:the step of an aborted backward")
 
 
-class Through(nn.Module):
-    """Runs a net's layers as re-entrant checkpoints."""
-
-    def __init__(self, model: Net) -> None:
-        super().__init__()
-        self.net = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.net.layers.values():
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-
 # Aborted passes
+
+
+@contextlib.contextmanager
+def called_at_output(module: nn.Module, calls: list[Callable[[], None]]) -> Iterator[None]:
+    """Call each once, where backward enters the module."""
+    handle = module.register_forward_hook(
+        lambda module, inputs, output: call_in_backward(output, lambda: calls and calls.pop()())
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -79,90 +78,45 @@ def test_interrupted_backward_fails_on_all_ranks_and_all_continue(evaluates: boo
     assert first[1] == second[1]
 
 
-class FailsFirst(nn.Module):
-    """A net whose last operation raises in backward if `fails`, before any gradient has come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        class Last(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, y: Tensor) -> Tensor:
-                return y.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                if self.fails:
-                    raise ValueError("no backward here")
-                return grad
-
-        out: Tensor = Last.apply(self.net(x))
-        return out
-
-
-@contextlib.contextmanager
-def failing(model: FailsFirst, fails: bool) -> Iterator[None]:
-    model.fails = fails
-    with contextlib.suppress(ValueError, fddp.PeerError):
-        yield
-    model.fails = False
-
-
-def test_ranks_stay_together_after_a_backward_that_fails_before_any_gradient() -> None:
-    def run(group: Any) -> dict[str, Any]:
-        model = FailsFirst()
-        ddp = DDP(model, process_group=group)
-        run_backward(ddp, group)
-        for seed in (1, 2):
-            ddp.zero_grad()
-            with failing(model, seed == 1 and group.rank == 1):
-                run_backward(ddp, group, seed)
-        return grads(model.net)
-
-    wanted = mean_of(2, lambda model, rank: model(batch(rank, 2)).square().mean())
-    for found in fddp.loopback(2, run):
-        assert_close(found, wanted)
-
-
 @pytest.mark.parametrize("at_output", [False, True])
 def test_join_after_a_backward_that_fails_on_the_last_input(at_output: bool) -> None:
     def run(group: Any) -> list[str]:
-        model = FailsFirst()
+        model = net()
         ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
         said = []
         with ddp.join():
             for seed in range(2 + group.rank):
                 ddp.zero_grad()
-                with failing(model, at_output and seed == 1):
-                    model.net.fails_in_backward = not at_output and seed == 1
+                model.fails_in_backward = seed == 1 and not at_output
+                calls = [fail_in_backward] if seed == 1 and at_output else []
+                with (
+                    contextlib.suppress(ValueError, fddp.PeerError),
+                    called_at_output(model, calls),
+                ):
                     run_backward(ddp, group, seed)
                     said.append(f"step {seed}")
-                model.net.fails_in_backward = False
         return said
 
     with pytest.warns(UserWarning, match="an aborted backward"):  # despite torch's own filter
         assert fddp.loopback(2, run) == [["step 0"], ["step 0", "step 2"]]
 
 
-def test_zeroed_gradients_of_an_aborted_backward_stay_zero() -> None:
+def test_a_graph_runs_again_after_an_abort() -> None:
     def run(group: Any) -> dict[str, Any]:
-        model = net()
-        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-        run_backward(ddp, group)
-        ddp.zero_grad(set_to_none=False)
-        model.fails_in_backward = group.rank == 1
-        with contextlib.suppress(ValueError, fddp.PeerError):
-            run_backward(ddp, group)
-        model.fails_in_backward = False
-        ddp.zero_grad(set_to_none=False)
-        assert all(grad is not None and not grad.any() for grad in grads(model).values())
-        run_backward(ddp, group, 1)
-        return grads(model)
+        ddp = DDP(net(), process_group=group)
+        with called_at_output(ddp.module, [fail_in_backward]):
+            loss = ddp(batch(group.rank)).square().mean()
+        with pytest.raises(ValueError, match="no backward here"):
+            loss.backward(retain_graph=True)
+        ddp.zero_grad()
+        loss.backward()
+        assert ddp.steps.engine.step == 2
+        found = grads(ddp.module)
+        ddp.module(batch(group.rank)).sum().backward()  # of the module alone: no step
+        assert ddp.steps.engine.step == 2
+        return found
 
-    wanted = mean_of(2, lambda model, rank: model(batch(rank, 1)).square().mean())
+    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
     for found in fddp.loopback(2, run):
         assert_close(found, wanted)
 
@@ -274,26 +228,6 @@ def test_transforms_and_gradients_of_inputs_take_no_step(ranks: RankPool) -> Non
         assert_close(found, wanted)
 
 
-def test_a_graph_runs_again_after_an_abort() -> None:
-    def run(group: Any) -> dict[str, Any]:
-        model = FailsFirst()
-        ddp = DDP(model, process_group=group)
-        loss = ddp(batch(group.rank)).square().mean()
-        with failing(model, True):
-            loss.backward(retain_graph=True)
-        ddp.zero_grad()
-        loss.backward()
-        assert ddp.steps.engine.step == 2
-        found = grads(model.net)
-        model(batch(group.rank)).sum().backward()  # of the module alone: no step
-        assert ddp.steps.engine.step == 2
-        return found
-
-    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for found in fddp.loopback(2, run):
-        assert_close(found, wanted)
-
-
 class WithWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,38 +287,3 @@ def test_without_hooks_gradients_stay_local() -> None:
         return int(ddp.steps.engine.step)
 
     assert fddp.loopback(2, run) == [0, 0]
-
-
-@dataclasses.dataclass
-class Wrapped:
-    value: Any
-
-
-class Holds:
-    def __init__(self, value: Any) -> None:
-        self.inner = {"deep": [value]}
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda t: t, Wrapped, Holds, lambda t: {"a": (t,)}, lambda t: [t, t.detach()]],
-    ids=range(5),
-)
-def test_outputs_of_any_type_anchor_the_end(wrap: Callable[[Tensor], Any]) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.through = Through(net())
-
-        def forward(self, x: Tensor) -> Any:
-            self.out = self.through(x)
-            return wrap(self.out)
-
-    def steps(group: Any) -> int:
-        outer = Outer()
-        ddp = DDP(outer, process_group=group)
-        ddp(batch(group.rank).requires_grad_())
-        outer.out.square().mean().backward()
-        return int(ddp.steps.engine.step)
-
-    assert fddp.loopback(2, steps) == [1, 1]

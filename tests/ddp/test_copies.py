@@ -112,6 +112,7 @@ def exchanged(rank: int, world_size: int) -> None:
     conv = MODELS["conv with batch norm"]
     module, other, third = (runs.built(conv, seed) for seed in (rank, 9, 11))
     model, back = fddp.DistributedDataParallel(module), StockDDP(third)
+    assert isinstance(model, StockDDP)
     state = model.state_dict()
     assert [*state] == [f"module.{path}" for path in module.state_dict()]
     names = [f"module.{path}" for path, _ in module.named_parameters()]

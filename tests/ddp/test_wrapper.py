@@ -17,41 +17,9 @@ from tests.support.wrapped_net import (
     TINY_CAP_MB,
     WIDTH,
     Net,
-    assert_close,
-    batch,
-    grads,
-    mean_of,
     net,
     run_backward,
 )
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_gradients_accumulate_where_there_were_some(as_view: bool) -> None:
-    def run(group: Any) -> None:
-        ddp = DDP(net(), process_group=group, gradient_as_bucket_view=as_view, init_sync=False)
-        weight = ddp.module.layers["l0"].weight
-        run_backward(ddp, group)
-        before = weight.grad
-        run_backward(ddp, group, 1)
-        assert (weight.grad is before) is not as_view
-        assert_close(grads(ddp.module), wanted)
-
-    def loss(model: Net, rank: int) -> Tensor:
-        first = model(batch(rank)).square().mean()
-        return first + model(batch(rank, 1)).square().mean()
-
-    wanted = mean_of(2, loss)
-    fddp.loopback(2, run)
-
-
-def test_wrapper_is_an_instance_of_torchs_class() -> None:
-    def run(group: Any) -> None:
-        ddp = DDP(net(), process_group=group)
-        assert isinstance(ddp, nn.parallel.DistributedDataParallel)
-        assert [*ddp.state_dict()] == [f"module.{name}" for name in net().state_dict()]
-
-    fddp.loopback(1, run)
 
 
 def test_plan_and_timeline_can_be_looked_at() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.backward_calls import call_in_backward
 from tests.support.models import rand
 from tests.support.parity_models import loss_of
 from tests.support.parity_runs import Loop, Run, Steps, descend, mean_loss, outputs, update
@@ -264,18 +265,25 @@ class BrokenError(Exception):
     pass
 
 
-def _break(grad: Tensor) -> None:
+def _break(*_: Tensor) -> None:
     raise BrokenError
 
 
-def breaking(on_ranks: Sequence[int]) -> Loop:
-    """One backward ends with an error in its middle; its step is left out."""
+def _breaking_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return call_in_backward(output, _break)
+
+
+def breaking(on_ranks: Sequence[int], *, at_output: bool = False) -> Loop:
+    """One backward ends with an error in its middle, or `at_output`; its step is left out."""
 
     def loop(run: Run, steps: Steps) -> Iterator[None]:
         yield from plain(run, steps[:CHANGE])
         broken = run.rank is None or run.rank in on_ranks
         hidden = run.model.module[2].weight
-        handle = hidden.register_hook(_break if broken else lambda grad: None)
+        if broken and at_output:
+            handle = run.model.module.register_forward_hook(_breaking_output)
+        else:
+            handle = hidden.register_hook(_break if broken else lambda grad: None)
         with contextlib.suppress(BrokenError, fddp.PeerError):
             mean_loss(outputs(run, steps[CHANGE])).backward()
         handle.remove()
