@@ -230,57 +230,46 @@ def test_errors_reach_processes_in_operators(ranks: RankPool) -> None:
 # Loops of unequal length
 
 
-def joining(ddp: Any, rank: int, batches: int, fails: str = "", **options: Any) -> None:
+def joining(ddp: Any, rank: int, batches: int, *, dies: bool = False, **options: Any) -> None:
     with ddp.join(**options):
         for number in range(batches):
             with ddp.in_step():
                 out = ddp(batch(rank, number))
-                if number == batches - 1 and fails == "kill":
+                if number == batches - 1 and dies:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if number == batches - 1 and fails == "raise":
-                    raise ValueError("no loss here")
                 out.square().mean().backward()
 
 
-def uneven_steps(group: Any, fails: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Rank 0 joins early; the last rank fails where others still have input."""
-    model = FailingNet(with_buffers=True)
-    ddp = DDP(model, process_group=group)
-    rank = rank_of(group)
-    said = ""
-    try:
-        joining(ddp, rank, (1, 5, 3)[rank], fails if rank == 2 else "", **options)
-    except (ValueError, RuntimeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        ddp.zero_grad()
-        ddp(batch(rank)).square().mean().backward()
-    return said, grads(model)
+def exhausted(group: Any) -> str:
+    ddp = DDP(FailingNet(with_buffers=True), process_group=group)
+    batches = (1, 5, 3)[rank_of(group)]
+    return ending(
+        lambda: joining(ddp, rank_of(group), batches, throw_on_early_termination=True)
+    ).text
 
 
-def test_failing_rank_makes_all_leave_join() -> None:
-    first, second, third = fddp.loopback(3, uneven_steps, "raise", {})
-    assert third[0] == "ValueError: no loss here"
-    assert first[0] == second[0]
-    assert first[0].startswith("PeerError: rank 2 failed at step 2: ValueError: no loss here; no ")
-    assert_close(first[1], second[1])
-    assert_close(first[1], third[1])
+def test_exhausted_rank_makes_all_leave_join() -> None:
+    said = fddp.loopback(3, exhausted)
+    detected = "Detected at least one rank that exhausted inputs. Throwing across all"
+    assert said[0] == "Rank 0 exhausted all inputs."
+    assert said[1].startswith(detected)
+    assert said[2].startswith(detected)
 
 
 def going_on(
-    group: Any, bad: str, leaves: tuple[int, ...] = (), batches: tuple[int, ...] = (1, 5, 3)
+    group: Any, bad: str, leaves: tuple[int, ...]
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` continue."""
-    rank, said = rank_of(group), []
+    rank, said, batches = rank_of(group), [], (1, 5, 3)
     model = FailingNet(with_buffers=True)
     policy = "raise" if bad == "number" else "propagate"
     ddp = DDP(model, process_group=group, nonfinite=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    last = len(batches) - 1
     try:
         with ddp.join():
             for number in range(batches[rank]):
                 optimizer.zero_grad()
-                is_bad = rank == last and number == batches[last] - 1
+                is_bad = (rank, number) == (2, 2)
                 try:
                     with ddp.in_step():
                         if is_bad and bad == "data":
@@ -301,57 +290,41 @@ def going_on(
 
 
 @pytest.mark.parametrize("bad", ["data", "number"])
-def test_ranks_that_have_run_out_take_a_failed_step_as_the_others_do(bad: str) -> None:
-    first, second, third = fddp.loopback(3, going_on, bad)
+@pytest.mark.parametrize("leaves", [(), (1, 2), (2,)])
+def test_ranks_that_have_run_out_take_a_failed_step_as_the_others_do(
+    leaves: tuple[int, ...], bad: str
+) -> None:
+    """Those that have caught its error continue; if all others leave `join()`, so do they. Where
+    one leaves, the remaining ones name it."""
+    first, second, third = fddp.loopback(3, going_on, bad, leaves)
     name = "PeerError: rank 2 failed" if bad == "data" else "NonFiniteError: step 2: "
-    assert first[0] == ["ok"]
-    assert [text[: len(name)] for text in second[0]] == ["ok", "ok", name, "ok", "ok"]
-    assert len(third[0]) == 3
-    assert third[0][2].startswith("ValueError: no data" if bad == "data" else name)
+    own = "ValueError: no data here" if bad == "data" else name
+    assert (first[0][0], second[0][:2], third[0][:2]) == ("ok", ["ok"] * 2, ["ok"] * 2)
+    assert second[0][2].startswith(name)
+    assert third[0][2].startswith(own)
+    if not leaves:
+        assert (first[0][1:], second[0][3:], third[0][3:]) == ([], ["ok"] * 2, [])
+    else:
+        assert first[0][1].startswith(f"left with {name}")
+        assert third[0][3:] == [f"left with {third[0][2]}"]
+    if leaves == (1, 2):
+        assert second[0][3:] == [f"left with {second[0][2]}"]
+    if leaves == (2,):
+        assert second[0][3:] == [
+            "left with RankLostError: join() on rank 1 of 3: lost rank 2, which left the block "
+            "with an error after step 2 had failed on all ranks; catch the error of such a step "
+            "within the block on all ranks, or on none"
+        ]
     for found in (second, third):
         assert_close(found[1], first[1])
-        assert_close(found[2], first[2])
-
-
-@pytest.mark.parametrize("bad", ["data", "number"])
-def test_leaving_join_after_a_failed_step_is_reported(bad: str) -> None:
-    first, second, third = fddp.loopback(3, going_on, bad, (1, 2))
-    assert [len(said) for said, *_ in (first, second, third)] == [2, 4, 4]
-    name = "PeerError: rank 2 failed" if bad == "data" else "NonFiniteError: step 2: "
-    assert first[0][1].startswith(f"left with {name}")
-    for found in (second, third):
-        assert found[0][3] == f"left with {found[0][2]}"
-        assert_close(first[1], found[1])
-
-
-def test_remaining_ranks_name_those_that_left_join() -> None:
-    first, second, third = fddp.loopback(3, going_on, "data", (2,))
-    assert first[0][1].startswith("left with PeerError: rank 2 failed at step 2: ValueError: no ")
-    assert second[0][2].startswith("PeerError: rank 2 failed at step 2: ValueError: no data here; ")
-    assert second[0][3] == (
-        "left with RankLostError: join() on rank 1 of 3: lost rank 2, which left the block with an "
-        "error after step 2 had failed on all ranks; catch the error of such a step within the "
-        "block on all ranks, or on none"
-    )
-    assert third[0][3] == "left with ValueError: no data here"
-    assert_close(first[1], second[1])
-    assert_close(first[1], third[1])
-
-
-def test_exhausted_rank_makes_all_leave_join() -> None:
-    said = [
-        run[0] for run in fddp.loopback(3, uneven_steps, "", {"throw_on_early_termination": True})
-    ]
-    detected = "RuntimeError: Detected at least one rank that exhausted inputs. Throwing across all"
-    assert said[0] == "RuntimeError: Rank 0 exhausted all inputs."
-    assert said[1].startswith(detected)
-    assert said[2].startswith(detected)
+        if not leaves:
+            assert_close(found[2], first[2])
 
 
 def killed_in_join(rank: int, world_size: int, transport: Any) -> tuple[Any, ...]:
     ddp = DDP(FailingNet(with_buffers=True), transport=transport)
     try:
-        joining(ddp, rank, (1, 5, 3)[rank], "kill" if rank == 2 else "")
+        joining(ddp, rank, (1, 5, 3)[rank], dies=rank == 2)
     except fddp.RankLostError as error:
         return error.ranks, str(error)
     return (), ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import fddp
 from fddp.native.buffer_pool import BufferPool
 from tests.support.backward_calls import call_in_backward
 from tests.support.beside_stock import assert_same_as_stock
+from tests.support.models import same_bits
 from tests.support.ranks import RankPool
 from tests.support.wrapped_net import DDP, TINY_CAP_MB, batch, grads, net, run_backward
 
@@ -38,35 +40,30 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert found[name] is grad or torch.equal(found[name], grad), name
-
-
 # The same gradients
 
 
 def train(
     group: Any, options: dict[str, Any], is_manual: bool, keeps_grads: bool = False
 ) -> list[dict[str, Tensor | None]]:
-    arguments = {name: value for name, value in options.items() if name != "hook"}
+    arguments = {name: value for name, value in options.items() if name not in ("hook", "join")}
     ddp = DDP(net(), process_group=group, **arguments)
     if "hook" in options:
         ddp.register_comm_hook(None, options["hook"])
     ddp.require_manual_backward_finalization = is_manual
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=not keeps_grads)
-        if step == 2:
-            with ddp.no_sync():
-                run_backward(ddp, group, 10)
-        run_backward(ddp, group, step)
-        if is_manual:
-            ddp.finalize_backward()
-        found.append(grads(ddp.module))
-        optimizer.step()
+    found, joins = [], "join" in options
+    with ddp.join() if joins else contextlib.nullcontext():
+        for step in range(STEPS - joins * group.rank):
+            optimizer.zero_grad(set_to_none=not keeps_grads)
+            if step == 2:
+                with ddp.no_sync():
+                    run_backward(ddp, group, 10)
+            run_backward(ddp, group, step)
+            if is_manual:
+                ddp.finalize_backward()
+            found.append(grads(ddp.module))
+            optimizer.step()
     return found
 
 
@@ -78,6 +75,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"find_unused_parameters": True},
     {"nonfinite": "raise"},
     {"hook": fddp.hooks.fp16_compress},
+    {"join": True},
     {"lazy_bucket_allocation": True},
     {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
 ]
@@ -90,8 +88,7 @@ def test_gradients_have_the_same_bits(options: dict[str, Any], keeps_grads: bool
     wanted = fddp.loopback(2, train, plain, False, keeps_grads)
     found = fddp.loopback(2, train, options, True, keeps_grads)
     for mine, other in zip(found, wanted, strict=True):
-        for step in range(STEPS):
-            assert_equal(mine[step], other[step])
+        assert same_bits([mine, other])
 
 
 # Open steps
@@ -178,7 +175,7 @@ def test_passes_that_do_not_belong_to_the_step_are_refused() -> None:
         said = refusal(second.backward)
         assert said.startswith("RuntimeError: Expected to have finalized the prior backward pass")
         ddp.finalize_backward()
-        assert_equal(grads(ddp.module), wanted)
+        assert same_bits([grads(ddp.module), wanted])
 
         ddp, early = manual(group), []
         hidden = ddp(batch(group.rank))
@@ -190,7 +187,7 @@ def test_passes_that_do_not_belong_to_the_step_are_refused() -> None:
         ddp.finalize_backward()
         assert "was called before all parameters had their gradients: layers.l0." in early[0]
         assert "should_finalize_after_backward" in early[0]
-        assert_equal(grads(ddp.module), wanted)
+        assert same_bits([grads(ddp.module), wanted])
 
         ddp = manual(group)
         run_backward(ddp, group)
@@ -200,7 +197,7 @@ def test_passes_that_do_not_belong_to_the_step_are_refused() -> None:
         ddp.zero_grad()
         run_backward(ddp, group)
         ddp.finalize_backward()
-        assert_equal(grads(ddp.module), wanted)
+        assert same_bits([grads(ddp.module), wanted])
 
     fddp.loopback(2, run)
 
@@ -229,7 +226,7 @@ def test_a_hook_may_finalize_within_backward() -> None:
             assert bool(done) != is_late
             if is_late:
                 finalize()
-            assert_equal(done[0], grads(ddp.module))
+            assert same_bits([done[0], grads(ddp.module)])
 
     fddp.loopback(2, run)
 
@@ -263,7 +260,7 @@ def test_when_to_finalize(
     assert fddp.loopback(2, run) == [wanted] * 2
 
 
-# Failures and uneven inputs
+# Failures
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -300,28 +297,7 @@ def test_exceptions_before_finalization(in_step: bool) -> None:
         assert set(good[0].values()) == {None}
     else:
         assert said == ""
-        assert_equal(*good)
-
-
-def test_uneven_inputs() -> None:
-    def run(group: Any, is_manual: bool) -> list[dict[str, Any]]:
-        ddp = DDP(net(), process_group=group)
-        ddp.require_manual_backward_finalization = is_manual
-        found = []
-        with ddp.join():
-            for step in range(3 - group.rank):
-                ddp.zero_grad()
-                run_backward(ddp, group, step)
-                if is_manual:
-                    ddp.finalize_backward()
-                found.append(grads(ddp.module))
-        return found
-
-    for found, wanted in zip(
-        fddp.loopback(2, run, True), fddp.loopback(2, run, False), strict=True
-    ):
-        for mine, other in zip(found, wanted, strict=True):
-            assert_equal(mine, other)
+        assert same_bits(good)
 
 
 # Copies, and options that exclude it
