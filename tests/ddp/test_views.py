@@ -215,19 +215,24 @@ def test_a_step_that_fails_leaves_no_half_made_gradients(
             loss.backward()
         if is_bad and bad == "hook":
             handle.remove()
-        grads = [param.grad for param in module.parameters()]
         reference = model()
         own_loss = reference(batch(group.rank, 3)).square().mean() * factor
         local = torch.autograd.grad(own_loss, list(reference.parameters()))
-        for grad, old, own in zip(grads, before, local, strict=True):
-            if old is None:
-                assert grad is None
-            elif grad is None:
-                assert views
-            elif not torch.equal(grad, old):
-                torch.testing.assert_close(grad, old + own, equal_nan=True)
+
+        def check() -> None:
+            for param, old, own in zip(module.parameters(), before, local, strict=True):
+                if old is None:
+                    assert param.grad is None
+                elif param.grad is None:
+                    assert views
+                elif not torch.equal(param.grad, old):
+                    torch.testing.assert_close(param.grad, old + own, equal_nan=True)
+
+        check()
+        output = ddp(batch(group.rank, 4))  # gives the failed step up
+        check()
         module.zero_grad()
-        ddp(batch(group.rank, 4)).square().mean().backward()
+        output.square().mean().backward()
         for param, mean in zip(module.parameters(), mean_gradients(2, 4), strict=True):
             torch.testing.assert_close(param.grad, mean)
 

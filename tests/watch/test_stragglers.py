@@ -95,13 +95,6 @@ def test_monitor_time_is_apart_from_its_rank() -> None:
     assert "40.00 ± 0.00" in str(report_of(0.04, 0.02)).splitlines()[2]
 
 
-def test_half_of_the_ranks_may_be_slow() -> None:
-    fast, slow = [{"forward": 0.01}] * 9, [{"forward": 0.06}] * 9
-    found = find_stragglers([summary_of(r, slow if r < 2 else fast) for r in range(4)])
-    assert [one.rank for one in found] == [0, 1]
-    assert all(one.behind_s == pytest.approx(0.05) for one in found)
-
-
 def test_a_delay_of_one_phase_is_found_through_the_noise_of_others() -> None:
     """Of 200 draws, with a sleep of 20 ms in 12 steps of 35 ms with noise of 8 ms."""
     random = torch.Generator().manual_seed(5)
@@ -116,49 +109,29 @@ def test_a_delay_of_one_phase_is_found_through_the_noise_of_others() -> None:
     assert all(ranks in ([], [1]) for ranks in found)
 
 
-def test_a_delay_within_noise_makes_no_straggler() -> None:
-    noise_s = (-0.03, 0.03, -0.01, 0.02, -0.02, 0.01, 0.0, 0.03, -0.03)
-    ranks = [summary_of(r, [{"forward": 0.1 + 0.01 * r + of} for of in noise_s]) for r in range(2)]
-    report = MonitorReport.of(ranks)
-    assert report.stragglers == ()
-    assert report.finding.endswith("than the others, beyond noise")
+NOISE_S = (-0.03, 0.03, -0.01, 0.02, -0.02, 0.01, 0.0, 0.03, -0.03)
+HICCUP_S = [2.0, *[0.01] * 19]
+#: seconds of forward passes by rank, and how far behind which ranks are
+EXAMPLES: dict[str, tuple[list[list[float]], dict[int, float]]] = {
+    "half of the ranks": ([[0.06] * 9] * 2 + [[0.01] * 9] * 2, {0: 0.05, 1: 0.05}),
+    "a delay within noise": ([[0.1 + 0.01 * r + of for of in NOISE_S] for r in range(2)], {}),
+    "one slow step": ([[0.01] * 20, HICCUP_S], {}),
+    "behind one with a slow step": ([HICCUP_S, [0.06] * 20], {1: 0.05}),
+    "few steps": ([[0.01] * 8, [1.01] * 8], {}),
+    "just enough steps": ([[0.01] * 9, [1.01] * 9], {1: 1.0}),
+    "one rank": ([[0.01] * 9], {}),
+    "a tenth of a millisecond": ([[0.002] * 20, [0.0021] * 20], {}),
+    "more than half a millisecond": ([[0.002] * 20, [0.0026] * 20], {1: 6e-4}),
+}
 
 
-def test_a_report_has_a_short_repr_and_html() -> None:
-    report = MonitorReport.of(summary_of(r, [{"forward": 0.01 + 0.05 * r}] * 9) for r in range(2))
-    finding = (
-        "rank 1 holds the others up by 50.0 ms a step (139% of it), most of all in forward "
-        "(+50.0 ms)"
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_stragglers(name: str) -> None:
+    ranks, behind_s = EXAMPLES[name]
+    found = find_stragglers(
+        [summary_of(r, [{"forward": s} for s in own]) for r, own in enumerate(ranks)]
     )
-    assert repr(report) == f"MonitorReport(steps 0 to 8, 2 ranks: {finding})"
-    shown = report._repr_html_()
-    assert f"<p>{finding}</p>" in shown
-    assert "<td>60.00 ± 0.00</td>" in shown
-
-
-def test_one_slow_step_makes_no_straggler() -> None:
-    steady = [{"forward": 0.01}] * 20
-    hiccup = [{"forward": 2.0}, *steady[1:]]
-    assert find_stragglers([summary_of(0, steady), summary_of(1, hiccup)]) == ()
-    slow = [{"forward": 0.06}] * 20
-    (found,) = find_stragglers([summary_of(0, hiccup), summary_of(1, slow)])
-    assert (found.rank, found.behind_s) == (1, pytest.approx(0.05))
-
-
-def test_few_steps_make_no_strong_claim() -> None:
-    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 8) for r in range(2)]) == ()
-    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 9) for r in range(2)]) != ()
-    assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
-
-
-def test_a_tenth_of_a_millisecond_makes_no_straggler() -> None:
-    def found(behind_s: float) -> Any:
-        return find_stragglers(
-            [summary_of(r, [{"forward": 0.002 + r * behind_s}] * 20) for r in range(2)]
-        )
-
-    assert found(1e-4) == ()
-    assert [one.rank for one in found(6e-4)] == [1]
+    assert {one.rank: one.behind_s for one in found} == pytest.approx(behind_s)
 
 
 def test_different_steps_are_not_compared() -> None:
