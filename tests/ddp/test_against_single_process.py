@@ -89,6 +89,10 @@ CASES = {
     "backward broken off on a rank": Case(mlp, loops.breaking([1])),
     "backward broken off at its start": Case(mlp, loops.breaking([1], at_output=True)),
     "re-entrant": Case(REENTRANT),
+    "re-entrant, find": Case(REENTRANT, arguments=FIND),
+    "re-entrant, reused, find": Case(
+        functools.partial(modules.ReusedCheckpoint, reentrant=True), arguments=FIND
+    ),
     "re-entrant, small caps": Case(REENTRANT, arguments=CAPS),
     "re-entrant, reused": Case(functools.partial(modules.ReusedCheckpoint, reentrant=True)),
     "checkpoint, reused": Case(functools.partial(modules.ReusedCheckpoint, reentrant=False)),

@@ -46,6 +46,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
         "(2, 3) on rank 0 and torch.float32 (3, 2) on rank 1",
     ),
     "another dtype": ({"b": TWO}, {"b": TWO.double()}, "torch.float64 (2,) on rank 1"),
+    "another layout": (
+        {"b": torch.eye(2)},
+        {"b": torch.eye(2).to_sparse()},
+        "and torch.float32 (2, 2), torch.sparse_coo on rank 1",
+    ),
     "another name": ({"b": TWO}, {"c": TWO}, "'b' of the module is torch.float32 (2,) on rank 0"),
     "a longer frozen parameter": ({"frozen": FIVE}, {"frozen": TWO}, "'frozen' of the module is"),
     "a frozen parameter more": ({"frozen": FIVE}, {}, "(5,) on rank 0 and missing on rank 1"),

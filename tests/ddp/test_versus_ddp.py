@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -176,40 +175,6 @@ def repeated(rank: int, world_size: int) -> tuple[float, float]:
 def test_parameter_in_two_reentrant_checkpoints(ranks: RankPool) -> None:
     # The gradients are 2 and 4. DDP averages the first checkpoint's and leaves the second's local.
     assert ranks.run(2, repeated) == [(2.5, 3.0), (3.5, 3.0)]
-
-
-class Checkpointed(nn.Module):
-    """A layer, and another in one or two re-entrant checkpoints."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.first, self.second, self.times = linear(), nn.Linear(1, 1, bias=False), times
-        nn.init.ones_(self.second.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = checkpoint(self.second, x, use_reentrant=True)
-        return x
-
-
-def checkpointed(rank: int, world_size: int, times: int, find_unused: bool) -> list[Any]:
-    """Per class: the error of backward, and the gradient of the layer in checkpoints."""
-    found = []
-    for wrapped in (DistributedDataParallel, fddp.DistributedDataParallel):
-        model = wrapped(Checkpointed(times), find_unused_parameters=find_unused)
-        error = message(model(rows(rank)).mean().backward)
-        grad = model.module.second.weight.grad
-        found.append((error, None if grad is None else grad.item()))
-    return found
-
-
-@pytest.mark.parametrize(("times", "find_unused"), [(1, True), (2, False), (2, True)])
-def test_reentrant_checkpoints(ranks: RankPool, times: int, find_unused: bool) -> None:
-    for (refused, _), (error, grad) in ranks.run(2, checkpointed, times, find_unused):
-        assert "Expected to mark a variable ready only once" in refused
-        assert not error
-        assert grad == 9.0 * times  # the layer before it gives 6 and 12
 
 
 def weighted(rank: int, world_size: int) -> tuple[float, float]:
