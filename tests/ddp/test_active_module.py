@@ -64,35 +64,25 @@ def test_nested_wrappers_are_active_in_turn(ranks: RankPool) -> None:
         assert seen == [*one_step, *one_step, None]
 
 
-def test_a_failed_forward_is_not_active() -> None:
+def test_other_threads_see_their_own_and_a_failed_forward_is_not_active() -> None:
+    seen: list[int | None] = []
+
     def fail() -> None:
-        raise KeyError("from the module")
-
-    def run(group: Any) -> int | None:
-        module = fddp.DistributedDataParallel(Observed(fail), process_group=group)
-        with pytest.raises(KeyError, match="from the module"):
-            module(torch.ones(1, 2))
-        return active()
-
-    assert fddp.loopback(1, run) == [None]
-
-
-def test_other_threads_see_their_own(ranks: RankPool) -> None:
-    assert ranks.run(1, run_beside) == [[(1 << 20, None)] * 2]
-
-
-def run_beside(rank: int, world_size: int) -> list[tuple[int | None, int | None]]:
-    seen: list[tuple[int | None, int | None]] = []
-
-    def observe() -> None:
-        there: list[int | None] = []
-        thread = threading.Thread(target=lambda: there.append(active()))
+        seen.append(active())
+        thread = threading.Thread(target=lambda: seen.append(active()))
         thread.start()
         thread.join()
-        seen.append((active(), there[0]))
+        raise KeyError("from the module")
 
-    wrapped(Observed(observe), 1)(torch.ones(1, 2))
-    return seen
+    def run(group: Any) -> None:
+        module = Observed(fail)
+        ddp = fddp.DistributedDataParallel(module, process_group=group, bucket_cap_mb=1)
+        with pytest.raises(KeyError, match="from the module"):
+            ddp(torch.ones(1, 2))
+        seen.append(active())
+
+    fddp.loopback(1, run)
+    assert seen == [1 << 20, None, None]
 
 
 def test_steps_do_not_assign_to_the_class(ranks: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,23 @@ def test_what_stock_passes_in_accelerates_scripts(script: str, tmp_path: Path) -
     if stock.returncode != 0:
         assert script == "test_ddp_comm_hook"  # its bf16 hook needs a GPU
         assert "BF16 all reduce communication hook required" in stock.stderr
+
+
+# Ranks with different numbers of batches
+
+PROGRAMS = {
+    "accelerate": ("uneven_accelerate", 7),
+    "lightning": ("uneven_lightning", 4),
+    "transformers": ("uneven_trainer", 10),
+}
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_parameters_of_one_process(framework: str) -> None:
+    needs(framework)
+    program, number = PROGRAMS[framework]
+    done = on_two_ranks("-m", f"tests.integrations.{program}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(re.findall(r"case (.*): (\S+e[+-]\d\d)", done.stdout))
+    assert len(found) == number, done.stdout
+    assert {name: value for name, value in found.items() if float(value) > 1e-12} == {}

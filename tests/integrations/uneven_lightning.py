@@ -1,4 +1,4 @@
-"""Lightning on two ranks with uneven inputs; run by `test_uneven.py`."""
+"""Lightning on two ranks with uneven inputs; run by `test_frameworks.py`."""
 
 from __future__ import annotations
 

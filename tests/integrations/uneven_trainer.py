@@ -1,4 +1,4 @@
-"""The Trainer of Transformers on two ranks with uneven inputs; run by `test_uneven.py`."""
+"""The Trainer of Transformers on two ranks with uneven inputs; run by `test_frameworks.py`."""
 
 from __future__ import annotations
 
