@@ -171,3 +171,29 @@ ON_PROCESSES = [
 @pytest.mark.parametrize(("transport", "case"), ON_PROCESSES, ids=name_of)
 def test_on_processes(ranks: RankPool, transport: str, case: Case) -> None:
     check(case, ranks.run(RANKS, on_hosts, transport, train, case))
+
+
+def test_a_gradient_that_is_packed_twice_is_counted_once() -> None:
+    """The first gradient of a leaf is NaN. A late one follows, and its bucket is reduced again."""
+
+    def loss(p: dict[str, Tensor], factor: float, late: bool) -> Tensor:
+        def layer(name: str, times: float, x: Tensor) -> Tensor:
+            return x + (p[name] * times).sum()
+
+        x = torch.zeros((), requires_grad=True)
+        for name, times in ((LATE, 1.0), (DENSE, 1.0), (LATE, factor))[0 if late else 1 :]:
+            x = checkpoint(partial(layer, name, times), x, use_reentrant=True)
+        return x
+
+    def run(group: Any, factor: float) -> Any:
+        own = {name: torch.ones(2) for name in (DENSE, LATE)}
+        options: Any = {"deterministic": True, "nonfinite": "raise", **TINY}
+        with fddp.GradSync(own, group=group, **options) as sync:
+            step = sync.value_and_grad(loss, with_info=True)
+            step(own, 1.0, False)
+            return step(own, factor if group.rank else 1.0, True)[2].repaired
+
+    assert all(fddp.loopback(2, run, 1.0))
+    with pytest.raises(fddp.NonFiniteError) as caught:
+        fddp.loopback(2, run, NAN)
+    assert caught.value.counts == {1: {LATE: (2, 0)}}
