@@ -48,5 +48,6 @@ def test_a_wrong_weight_fails_the_checks(ranks: RankPool, name: str) -> None:
         assert failed == ["parameters, from one process"], report.checks
 
 
+@pytest.mark.nightly  # XLA compiles for most of a minute; tests/jax has each of its parts
 def test_the_page_on_jax(tmp_path: Path) -> None:
     run_script("docs/jax.md", tmp_path)

@@ -157,8 +157,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("backend", ["fddp", "cpu:fddp"])
-@pytest.mark.parametrize("disabled", ["0", "1"])
+@pytest.mark.parametrize(("backend", "disabled"), [("fddp", "0"), ("cpu:fddp", "1")])
 def test_buckets_of_ddp(tmp_path: Path, backend: str, disabled: str) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(_DDP)
