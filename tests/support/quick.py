@@ -25,6 +25,9 @@ _ATTRIBUTES = {("os", "fork"), ("torch", "compile"), ("torch", "export")}
 _OBJECTS = (RankPool, run_fresh)
 _FOLLOWED = {"tests", "examples", "benchmarks"}  # packages whose functions are looked into
 _SLOW = object()
+_known: dict[
+    int, tuple[Any, list[Any]]
+] = {}  # by id: the object, which keeps it, and its references
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,14 +68,20 @@ def _reached(values: list[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, partial):
-            values += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, type) and _is_followed(value):
-            values += vars(value).values()
-        elif isinstance(value, (FunctionType, MethodType)):
-            function = inspect.unwrap(value)
-            if _is_followed(function):
-                values += _loaded(function.__code__, function.__globals__)
+        if id(value) not in _known:  # most tests reach the same helpers
+            _known[id(value)] = value, [*_references(value)]
+        values += _known[id(value)][1]
+
+
+def _references(value: Any) -> Iterator[Any]:
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, type) and _is_followed(value):
+        yield from vars(value).values()
+    elif isinstance(value, (FunctionType, MethodType)):
+        function = inspect.unwrap(value)
+        if _is_followed(function):
+            yield from _loaded(function.__code__, function.__globals__)
 
 
 def _is_followed(value: Any) -> bool:
