@@ -22,9 +22,9 @@ NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 test: lint
 	$(RUN) -m pytest -n 4 --dist worksteal
 
-# Those that start no process and compile nothing.
+# Those that start no process and compile nothing, with a quarter of the examples of each property.
 quick: $(INSTALLED)
-	$(RUN) -m pytest -n 2 --dist worksteal -m quick
+	EXAMPLES=0.25 $(RUN) -m pytest -n 2 --dist worksteal -m quick
 
 # What `make test` has a sample of, and ten times as many examples of each property; then all that has
 # a target of its own. Some three hours.
