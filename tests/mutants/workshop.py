@@ -52,7 +52,8 @@ class Workshop:
         (packages,) = (folder / "venv/lib").glob("python*/site-packages")
         (packages / "mutants.pth").write_text("\n".join(paths) + "\n")
         script = "import importlib.util as u; print(u.find_spec('fddp._C').origin)"
-        self._install(Path(_run((base, "-c", script)).strip()))
+        self._extension = Path(_run((base, "-c", script)).strip())
+        self._install(self._extension)
         self._nursery: Any = subprocess.Popen(
             [self._python, Path(__file__).with_name("nursery.py"), str(_TEST_S)],
             cwd=self._tree,
@@ -77,6 +78,8 @@ class Workshop:
                     state = "killed" if by else "survived"
             finally:
                 path.write_text(text)
+                if mutant.is_cpp:
+                    self._install(self._extension)
         return Verdict(state, by, time.perf_counter() - start_s)
 
     def build(self) -> str:
