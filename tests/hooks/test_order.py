@@ -211,3 +211,20 @@ def test_results_are_correct_for_any_number_of_stages() -> None:
         staged = fddp.loopback(3, run, Staged(stages, lambda entry: None))
         for one, other in zip(plain, staged, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_nothing_is_launched_after_a_hook_has_failed() -> None:
+    """Within backward, where later buckets still become ready."""
+    log: list[Any] = []
+
+    def note(entry: Any) -> None:
+        log.append(entry)
+        raise ValueError("no")
+
+    def run(group: Any) -> None:
+        with fddp.GradSync(params(), group=group, hook=Staged(1, note), **ONE_EACH) as sync:
+            sync.value_and_grad(loss_fn)(params(), rand(3, 8, seed=9), lambda i: None)
+
+    with pytest.raises(ValueError, match="no"):
+        fddp.loopback(1, run)
+    assert log == [(0, 0)]
