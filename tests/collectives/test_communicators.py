@@ -26,6 +26,7 @@ from tests.support.polling import soon
 ONE = torch.ones(2)
 
 
+@pytest.mark.slow
 @on_threads(2)
 def test_a_group_has_one_communicator(group: Any) -> None:
     fddp.psum(ONE, group)
@@ -105,6 +106,7 @@ def test_communicators_that_are_dropped(rank: int, n: int) -> None:
     assert soon(lambda: all(transport.closed_by for transport in transports))
 
 
+@pytest.mark.slow
 def test_groups_of_loopback_leave_nothing() -> None:
     before = len(communicators._of_groups._made)
     fddp.loopback(3, lambda group: fddp.psum(ONE, group))

@@ -425,6 +425,7 @@ def test_a_failing_rank_issues_the_same_collectives(group: Any, failing: str, ra
         assert len(issued) == len(expected) + exchange
 
 
+@pytest.mark.slow
 @on_threads(1)
 def test_a_long_chain_of_skipped_operations(group: Any) -> None:
     """Skipped operations pass their dependencies on, each once, thousands deep."""

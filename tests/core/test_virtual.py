@@ -139,6 +139,7 @@ def summed_in_stages(virtual: VirtualRanks, sizes: tuple[int, ...]) -> str:
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: math.prod(s) <= MOST)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(SIZES, st.integers(0, MOST), st.randoms(use_true_random=False))
 def test_sums_along_one_axis_after_the_other_are_the_tree(
@@ -160,6 +161,7 @@ def test_sums_along_one_axis_after_the_other_are_the_tree(
     check_schedule(dataclasses.replace(schedule, virtual=virtual))
 
 
+@pytest.mark.slow
 def test_bound_on_what_crosses_hosts() -> None:
     """The ranks of a host send as many sums as one rank in their place would."""
     for count, ranks in ALL_PAIRS:

@@ -128,6 +128,7 @@ def test_gradients_of_other_tensors_are_not_local_in_silence(ranks: RankPool) ->
     assert ranks.run(2, functional) == [[True, True, True, False, False, False]] * 2
 
 
+@pytest.mark.slow
 def test_hooks_of_dropped_wrappers_do_not_pile_up() -> None:
     """Two for each parameter and wrapper. Those of the wrapper dropped last stay."""
 

@@ -137,6 +137,7 @@ def test_cycles_end() -> None:
     assert find_tensors(parent) == [x]
 
 
+@pytest.mark.slow
 def test_depth_has_no_limit() -> None:
     x = torch.zeros(1)
     output: Any = x

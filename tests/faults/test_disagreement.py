@@ -307,6 +307,7 @@ def swap_on_threads(group: Any, odd: int, seen: dict[int, Ending]) -> None:
             return
 
 
+@pytest.mark.slow
 def test_swapped_calls_on_threads_are_raised_on_every_rank() -> None:
     for turn in range(60):
         seen: dict[int, Ending] = {}

@@ -83,6 +83,7 @@ def check(reader: Reader, text: str) -> None:
         assert reader.read(found.to_json()) == found or "NaN" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

@@ -171,6 +171,7 @@ DELAYS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", MANY_STAGES, ids=lambda hook: hook.name)
 @settings(max_examples=12, deadline=None)
 @given(delays_ms=DELAYS)

@@ -63,6 +63,7 @@ def test_values_and_sums_are_multiples_of_the_blocks_scale(ranks: int, hook: Any
         assert mean.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
 def test_errors_are_within_half_a_step_of_each_rank_and_of_the_sum(data: st.DataObject) -> None:

@@ -232,6 +232,7 @@ def test_invalid_parameters(make: Any, problem: str) -> None:
 # Laws
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_allreduce_is_no_hook(data: st.DataObject) -> None:
@@ -258,6 +259,7 @@ MIDDLES = st.sampled_from(
 WORLDS = st.integers(1, 3)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(WORLDS, MIDDLES, MIDDLES, st.one_of(MIDDLES, ENDS))
 def test_chain_is_associative(world_size: int, a: Hook[Any], b: Hook[Any], c: Hook[Any]) -> None:
@@ -269,6 +271,7 @@ def test_chain_is_associative(world_size: int, a: Hook[Any], b: Hook[Any], c: Ho
             assert same_leaves(state, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(WORLDS, st.one_of(MIDDLES, ENDS))
 def test_allreduce_is_the_identity_of_chain(world_size: int, hook: Hook[Any]) -> None:

@@ -220,6 +220,7 @@ def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor,
     assert handler.calls == ["output"]
 
 
+@pytest.mark.slow
 def test_a_graph_keeps_its_handler_only_during_backward() -> None:
     gc.collect()
     gc.disable()

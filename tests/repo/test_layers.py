@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import fddp
 from tests.support.rooms import CAPABILITIES, MODULES, ROOMS, room_of
 
@@ -104,6 +106,7 @@ def test_every_module_has_a_room() -> None:
     assert {*map(room_of, MODULES)} == {*ROOMS, *CAPABILITIES, *NAMES}
 
 
+@pytest.mark.slow
 def test_imports_run_one_way() -> None:
     broken = [
         f"{module} imports {name}: {rule}"
@@ -120,6 +123,7 @@ def test_no_circle_of_files() -> None:
     assert circles({**edges, "__init__": set()}) == []
 
 
+@pytest.mark.slow
 def test_test_modules_do_not_import_each_other() -> None:
     """They share what is in `tests/support`."""
     tests = Path(__file__).parents[1]

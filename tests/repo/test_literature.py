@@ -113,6 +113,7 @@ def test_the_optimum_is_never_worse_on_published_models() -> None:
     assert result.table().row_count == 15
 
 
+@pytest.mark.slow
 def test_exposed_seconds_are_ordered_as_the_methods() -> None:
     result = asc_wfbp.result()
     for start in range(0, 12, 3):
@@ -179,6 +180,7 @@ def test_fragments_that_would_overlap_are_refused() -> None:
         streaming_diloco.fragments(streaming_diloco.MODELS[0], method)
 
 
+@pytest.mark.slow
 def test_one_billion_parameters_agree_with_the_table() -> None:
     assert not any(row.missed for row in streaming_diloco.rows(streaming_diloco.MODELS[0]))
 

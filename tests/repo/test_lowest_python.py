@@ -10,6 +10,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fddp", "tests", "benchmarks", "distribution", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -52,6 +54,7 @@ def test_tools_check_the_version_that_the_package_promises() -> None:
     assert f"vermin --target={version}-" in text("Makefile")
 
 
+@pytest.mark.slow
 def test_no_newer_features() -> None:
     minor = int(lowest().partition(".")[2])
     for path in FILES:

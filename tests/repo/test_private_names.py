@@ -6,6 +6,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.pages import read
 from tests.support.rooms import MODULES
 
@@ -49,6 +51,7 @@ def test_each_is_in_one_file_for_them() -> None:
     assert sum(map(len, used.values())) == len(set().union(*used.values()))
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_names_them() -> None:
     lines = read("docs/dependencies.md").splitlines()
     rows = [line.split("|") for line in lines if "torch_private.py`" in line]

@@ -70,6 +70,7 @@ def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_packing")
 @settings(
     max_examples=60,
@@ -93,6 +94,7 @@ def infos_of_branches(
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_the_trace_is_that_of_the_launch_rule(steps: list[list[Branch]]) -> None:

@@ -247,6 +247,7 @@ def test_one_other_step(name: str) -> None:
     run_loops([("chain", "chain"), (name, "chain"), (name, name), ("chain", "chain")], held=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
 @given(
     names=st.lists(st.tuples(*[st.sampled_from(sorted(LOSSES))] * 2), min_size=4, max_size=9),

@@ -165,6 +165,7 @@ def no_gc() -> Any:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("fault", ["none", "error", "nan", "backward"])
 def test_results_are_freed_without_the_garbage_collector(fault: str) -> None:
@@ -200,6 +201,7 @@ def test_results_are_freed_without_the_garbage_collector(fault: str) -> None:
         assert dead
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("way", ["sync", "value_and_grad", "weighted", "reduce_"])
 def test_a_step_leaves_no_reference_cycle(way: str) -> None:

@@ -126,6 +126,7 @@ def numbered(leaf: Tensor) -> Tensor:
     return order.to(leaf.dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_every_element_is_owned_once(data: st.DataObject) -> None:
@@ -152,6 +153,7 @@ def test_every_element_is_owned_once(data: st.DataObject) -> None:
         assert sorted(x for own in owned for x in own) == [*range(leaf.numel())]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_scatter_and_gather_give_the_bits_of_all_reduce(data: st.DataObject) -> None:

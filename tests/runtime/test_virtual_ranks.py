@@ -204,6 +204,7 @@ def test_other_topologies_have_the_same_bits(topology: fddp.Topology, count: int
     assert fddp.loopback(ranks, digests, count, options) == [alone] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 12])
 def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
     (alone,) = fddp.loopback(1, digests, count, {})

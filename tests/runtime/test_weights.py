@@ -33,6 +33,7 @@ def weights(draw: st.DrawFn) -> list[list[float]]:
     return draw(st.lists(step, min_size=1, max_size=4))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weights())
 @example([[0.0, 1.0], [2.0, 0.0]])
@@ -116,6 +117,7 @@ _WEIGHTS = st.lists(
 ).filter(any)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     earlier=st.lists(st.one_of(_WEIGHTS, st.sampled_from([[7.0] * 3])), max_size=3),
@@ -327,6 +329,7 @@ SOME = st.sampled_from(["", "a", "ab", "abc", "c"])
 PARTS = st.lists(st.builds(Part, NUMBERS, SOME, NUMBERS, SOME), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(PARTS.filter(lambda parts: any(p.weight or p.earlier_weight for p in parts)))
 @example([Part(1.0, "a", None, ""), Part(1.0, "a", 2.0, "b")])  # used in accumulated ones only

@@ -96,6 +96,7 @@ def whole(sync: fddp.GradSync, grads: Any) -> Any:
 # Trees of gradients
 
 
+@pytest.mark.slow
 @examples(60)
 @given(st.data())
 def test_any_schedule_gives_the_mean_of_any_tree(data: st.DataObject) -> None:
@@ -169,6 +170,7 @@ def on_process(rank: int, world_size: int, name: str, steps: list[list[Branch]])
     return gradients_of_branches(dist.group.WORLD, name, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "all_reduce, after, split"])
 def test_gradients_packed_on_arrival(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)

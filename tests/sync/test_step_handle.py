@@ -62,6 +62,7 @@ def test_bits_are_those_of_all_gather(launch: Launch, mesh: Topology) -> None:
     assert same_bits([params for _, params in (*waited, *started)])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_any_tree_is_gathered_to_the_bit(data: st.DataObject) -> None:

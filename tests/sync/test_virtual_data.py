@@ -108,6 +108,7 @@ def test_epochs_have_other_orders() -> None:
     assert [number for number, _ in sampler.steps(sampler)] == [*range(10, 15)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders(workers: int) -> None:
     data = TensorDataset(torch.arange(LENGTH))

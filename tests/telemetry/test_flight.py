@@ -172,6 +172,7 @@ def reachable(root: object) -> list[object]:
     return list(seen.values())
 
 
+@pytest.mark.slow
 def test_flights_of_syncs_that_are_gone_are_gone() -> None:
     def flights(name: str) -> int:
         """Of all groups in this process: their names start at 1 in each."""

@@ -142,6 +142,7 @@ def count_pieces(schedule: fddp.Schedule) -> Counter[int]:
     return Counter(bucket for bucket, _ in starts)
 
 
+@pytest.mark.slow
 def test_kinds_of_schedules() -> None:
     for kind in COLLECTIVES - {"stage"}:  # of hooks, which schedules() has none of
         drawn(schedules(), lambda s, k=kind: k in [op.kind for op in s.ops])

@@ -372,6 +372,7 @@ def late_on_rank(group: Group, axes: tuple[str, ...]) -> float | None:
     return elapsed_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ALONG)
 def test_a_late_rank_is_named_within_the_timeout(launch: Launch, axes: tuple[str, ...]) -> None:
     elapsed_s = [s for s in launch(4, late_on_rank, axes) if s is not None]
@@ -394,5 +395,6 @@ def opening_late_on_rank(group: Group) -> None:
         transport.exchange(b"all are there")
 
 
+@pytest.mark.slow
 def test_ranks_that_failed_to_open_meet_later(launch: Launch) -> None:
     launch(3, opening_late_on_rank)

@@ -91,6 +91,7 @@ def test_construction_on_any_number_of_ranks(
         assert counts.more_keys_left <= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 16, 17, 64])
 def test_ranks_find_their_host_in_rounds_of_descriptors(world_size: int) -> None:
     gathers: Counter[int] = Counter()

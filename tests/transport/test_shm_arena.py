@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _C = extension.load()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(

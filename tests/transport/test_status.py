@@ -236,6 +236,7 @@ def asked(host: Any) -> BoundedStore:
     return BoundedStore(host, StoreClientThread(), 0.2)
 
 
+@pytest.mark.slow
 def test_a_silent_store_is_not_waited_for(host: Host) -> None:
     store = asked(host)
     assert store.add("a", 1) == 1
@@ -252,6 +253,7 @@ def test_a_silent_store_is_not_waited_for(host: Host) -> None:
     assert host.asked == ["a", "b", "a"], "what was given up before it was put is never put"
 
 
+@pytest.mark.slow
 def test_errors_pass_through_and_the_thread_ends_when_idle(host: Any) -> None:
     with pytest.raises(RuntimeError, match="x is not there"):
         asked(host).get("x")

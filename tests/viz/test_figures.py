@@ -138,6 +138,7 @@ def test_classes_have_colours_of_their_own() -> None:
     assert len({tuple(colour) for colour in bars.get_facecolor()}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

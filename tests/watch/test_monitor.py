@@ -161,6 +161,7 @@ def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
         assert all(s >= 0.0 for s in record.phases_s.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, 0, 1])
 def test_exporter_time_is_not_a_phase_of_the_rank(slow: int | None) -> None:
     """Slow ones on rank 0 are distinguished from its own input, and from other ranks' input."""
@@ -218,6 +219,7 @@ def test_exporter_time_is_not_part_of_the_next_forward_pass() -> None:
     check_events(monitor_trace(monitor))
 
 
+@pytest.mark.slow
 def test_waiting_between_steps_is_not_slow() -> None:
     """In the votes of `uneven` and in operators, with names of phases or without. Rank 0 has two
     inputs fewer; rounds without input are observed, too."""
