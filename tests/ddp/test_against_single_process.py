@@ -128,8 +128,10 @@ def compare(group: Any, name: str) -> str:
     steps = [[case.batch(r, step) for r in range(2)] for step in range(STEPS)]
     own = [[batches[group.rank]] for batches in steps]
     wrap = functools.partial(fddp.DistributedDataParallel, process_group=group, **case.arguments)
-    ours = runs.record(runs.built(model, group.rank), wrap, case.loop, own, group.rank)
-    alone = runs.record(runs.built(model, 0), runs.OneProcess, case.loop, steps)
+    # Both before any rank trains: checkpoints set the generator that modules are built with.
+    module, single = runs.built(model, group.rank), runs.built(model, 0)
+    ours = runs.record(module, wrap, case.loop, own, group.rank)
+    alone = runs.record(single, runs.OneProcess, case.loop, steps)
     assert len(ours) > 1
     return runs.first_difference(alone, ours, runs.ROUNDING)
 
