@@ -150,6 +150,8 @@ def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
     """
     import jax
 
+    from fddp.tree.jax_arrays import to_arrays
+
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(
             f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense tensors in "
@@ -162,7 +164,8 @@ def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
     if is_whole and values.numel() and jax.dtypes.canonicalize_dtype("int64") != "int64":
         _check_fits(values)
     home = jax.local_devices(backend="cpu")[0] if device is None else device
-    array: jax.Array = jax.device_put(jax.dlpack.from_dlpack(values), home)
+    array: jax.Array
+    (array,) = to_arrays([values], [home])
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return array if array.dtype == dtype else array.astype(dtype)
 
