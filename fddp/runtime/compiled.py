@@ -275,18 +275,8 @@ def make_instr(
     stop: int = 0,
 ) -> NativeInstr:
     op = instruction.op
-    in_backward = not instruction.needs_report and (op.kind in LAUNCHED or op.kind == "control")
     awaited = [position for position, bucket in instruction.awaited if bucket >= 0]
-    return instr_type()(
-        kind,
-        instruction.position,
-        op.bucket,
-        start,
-        stop,
-        awaited,
-        in_backward,
-        call,
-    )
+    return instr_type()(kind, instruction.position, op.bucket, start, stop, awaited, call)
 
 
 def _regular_word(program: Program, method: Method, weight: float) -> RegularWord:

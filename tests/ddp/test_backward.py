@@ -49,19 +49,23 @@ def called_at_output(module: nn.Module, calls: list[Callable[[], None]]) -> Iter
         handle.remove()
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_interrupted_backward_fails_on_all_ranks_and_all_continue(evaluates: bool) -> None:
+@pytest.mark.parametrize(("evaluates", "accumulates"), [(False, False), (True, True)])
+def test_interrupted_backward_fails_on_all_ranks_and_all_continue(
+    evaluates: bool, accumulates: bool
+) -> None:
     """The next forward pass gives the step up, with or without gradients."""
 
     def run(group: Any) -> list[str]:
         model = nn.Sequential(net(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
         ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
         run_backward(ddp, group)
-        ddp.zero_grad()
+        if not accumulates:
+            ddp.zero_grad()
         model[0].fails_in_backward = group.rank == 1
         with pytest.raises((ValueError, fddp.PeerError)) as caught:
             run_backward(ddp, group)
         model[0].fails_in_backward = False
+        assert all((grad is not None) == accumulates for grad in grads(model).values())
         if evaluates:
             with torch.no_grad():
                 ddp(batch(group.rank))

@@ -73,7 +73,7 @@ def unfrozen_before_a_bad_batch(group: Any, place: str) -> list[Any]:
                 out.square().mean().backward()
         except (ValueError, fddp.FddpError) as error:
             found.append(f"{type(error).__name__}: {error}")
-    return [*found, grads(model)]
+    return [*found, ddp.steps.engine.step, grads(model)]
 
 
 @pytest.mark.parametrize("place", ["input", "loss"])
@@ -85,7 +85,8 @@ def test_failed_step_is_reported_after_parameters_changed(place: str) -> None:
     )
     assert second[0] == "ValueError: no data here"
     wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for *_, found in (first, second):
+    for *_, steps, found in (first, second):
+        assert steps == 4, "a new plan counts on, and step 2 was repeated"
         assert_close(found, wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -217,6 +218,29 @@ def test_shards_are_values() -> None:
             assert grads["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
     fddp.loopback(2, run)
+
+
+def test_what_pads_a_bucket_is_zero() -> None:
+    """No rank sends what memory happened to hold."""
+
+    def run(group: Any) -> list[Any]:
+        grads, padding = {"w": torch.ones(5)}, []
+        with fddp.GradSync(grads, group=group, algorithm="reduce_scatter") as sync:
+            engine = sync._engine
+            engine._pool._allocate = lambda n, dtype, _: torch.full((n,), math.nan, dtype=dtype)
+            start = engine.transport._start
+
+            def note_and_start(operation: Any) -> Any:
+                if operation.kind == "reduce_scatter":
+                    padding.append(operation.tensor[5:].tolist())
+                return start(operation)
+
+            engine.transport._start = note_and_start  # type: ignore[method-assign]
+            sync.reduce_scatter(grads)
+            sync.value_and_grad(lambda params: params["w"].sum())(grads)
+        return padding
+
+    assert fddp.loopback(3, run) == [[[0.0]] * 2] * 3
 
 
 def test_one_rank_alone_may_take_its_shard() -> None:

@@ -169,7 +169,6 @@ void Executor::advance(Phase phase) {
 }
 
 bool Executor::may_run(const Instr& instr, Phase phase) const {
-  if (!instr.in_backward) return false;
   if (phase == Phase::kBackward && instr.bucket >= 0) {
     if (instr.bucket == constants_->last_bucket || std::isinf(ready_s_[instr.bucket])) return false;
   }
@@ -402,16 +401,16 @@ void bind_executor(py::module_& m) {
            py::arg("world_size"), py::arg("average"), py::arg("limb_bits"), py::arg("limbs"));
   py::class_<Instr>(m, "Instr")
       .def(py::init([](const std::string& kind, int64_t position, int64_t bucket, int64_t start, int64_t stop,
-                       std::vector<int64_t> awaited, bool in_backward, py::object call) {
+                       std::vector<int64_t> awaited, py::object call) {
              const auto known = kind == "pack" ? InstrKind::kPack
                  : kind == "reduce"            ? InstrKind::kReduce
                  : kind == "start"             ? InstrKind::kStart
                  : kind == "await"             ? InstrKind::kAwait
                                                : InstrKind::kCall;
-             return Instr{known, position, bucket, start, stop, std::move(awaited), in_backward, std::move(call)};
+             return Instr{known, position, bucket, start, stop, std::move(awaited), std::move(call)};
            }),
            py::arg("kind"), py::arg("position"), py::arg("bucket"), py::arg("start"), py::arg("stop"),
-           py::arg("awaited"), py::arg("in_backward"), py::arg("call"));
+           py::arg("awaited"), py::arg("call"));
   py::class_<Instrs, std::shared_ptr<Instrs>>(m, "Instrs")
       .def(py::init([](const py::list& instrs) {
              auto list = std::make_shared<Instrs>();

@@ -47,7 +47,6 @@ struct Instr {
   int64_t start;     // range of the buffer that an all-reduce works on
   int64_t stop;
   std::vector<int64_t> awaited;  // positions of collectives that must have finished
-  bool in_backward;              // may run before the end of backward, once the bucket is ready
   // Function of the step. kStart and kCall: with true if it may block. kPack: packs the bucket where
   // the source is not native; or with a function that raises the error of packing it natively.
   pybind11::object call;
