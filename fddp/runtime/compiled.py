@@ -197,10 +197,10 @@ class CompiledProgram:
         )
 
     def _launch_call(self, position: int) -> Callable[..., Any]:
-        op = self.program.schedule.ops[position]
         if self.hook is not None:
             return _at(operations.launch_hook, position)
-        if op.kind == "reduce_scatter" and self.program.schedule.virtual is not None:
+        tree = self.program.trees.get(position)
+        if tree is not None and tree.width > 1:
             return _at(launch_rows, position)
         return _at(operations.launch, position)
 

@@ -66,7 +66,7 @@ def launch(step: Step, position: int, wait_soon: bool) -> Work:
             own,
             axes=op.axes,
             average=step.sums.averages,
-            ordered=step.program.schedule.deterministic,
+            tree=step.program.trees.get(position),
             record_time=step.record_time,
             wait_soon=wait_soon,
         )

@@ -8,45 +8,13 @@ the step's scratch memory for the next reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from fddp.core.schedule.schedule import Schedule
-from fddp.core.schedule.virtual import SumTree
 from fddp.runtime import operations
 from fddp.runtime.step import Step
 from fddp.transport.base import Work
-
-
-class Association(NamedTuple):
-    """Sum over virtual ranks by one reduce-scatter.
-
-    Attributes:
-        tree: association of the sum, over the ranks that take part.
-        place: place of this rank among them.
-        is_first: True if the summands are those of single ranks, and not yet sums over ranks.
-    """
-
-    tree: SumTree
-    place: int
-    is_first: bool
-
-
-@lru_cache(maxsize=16)
-def associations(schedule: Schedule, rank: int) -> Mapping[int, Association]:
-    """Return the sums over virtual ranks of several ranks, by position of their reduce-scatter."""
-    virtual, topology = schedule.virtual, schedule.topology
-    found = {}
-    for position, op in enumerate(schedule.ops):
-        parts = topology.size(op.axes)
-        if virtual is not None and op.kind == "reduce_scatter" and parts > 1:
-            block = topology.size(op.region.shard)
-            group, place = divmod(rank // block, parts)
-            found[position] = Association(virtual.stage(block, parts)[group], place, block == 1)
-    return found
 
 
 class RowsWork:
@@ -75,8 +43,9 @@ class RowsWork:
         self._work.wait(what)
         step, position = self._step, self._position
         program = step.program
-        tree, place, _ = associations(program.schedule, program.rank)[position]
-        bucket = program.schedule.ops[position].bucket
+        tree, op = program.trees[position], program.schedule.ops[position]
+        block = program.schedule.topology.size(op.region.shard)
+        place, bucket = program.rank // block % len(tree.summands), op.bucket
         rows = self._memory.view(len(tree.summands), tree.width, -1)[place]
         start, stop = program.extents[position]
         start += place * ((stop - start) // len(tree.summands))
@@ -89,39 +58,32 @@ class RowsWork:
         step.pool.release(("rows", bucket, position), self._memory)
 
 
-def launch_rows(step: Step, position: int, wait_soon: bool) -> Work | RowsWork:
-    """Start a reduce-scatter along the tree of virtual ranks."""
-    program = step.program
-    association = associations(program.schedule, program.rank).get(position)
-    if association is None:
-        return operations.launch(step, position, wait_soon)
-    op, tree = program.schedule.ops[position], association.tree
+def launch_rows(step: Step, position: int, wait_soon: bool) -> RowsWork:
+    """Start a reduce-scatter in which some rank has several summands, or keeps several sums."""
+    op, tree = step.program.schedule.ops[position], step.program.trees[position]
     own = operations.operand(step, position)
-    memory = own
-    if tree.width > 1:
-        key = ("rows", op.bucket, position)
-        memory = step.pool.acquire(key, tree.width * own.numel(), own.dtype, own.device)
-        rows = memory.view(len(tree.summands), tree.width, -1)
-        for number, total in enumerate((*_before(step, position, association), own)):
-            rows[:, number].copy_(total.view(len(tree.summands), -1))
+    key = ("rows", op.bucket, position)
+    memory = step.pool.acquire(key, tree.width * own.numel(), own.dtype, own.device)
+    rows = memory.view(len(tree.summands), tree.width, -1)
+    for number, total in enumerate((*_before(step, position), own)):
+        rows[:, number].copy_(total.view(len(tree.summands), -1))
     work = step.transport.reduce_scatter(
         memory,
         axes=op.axes,
-        average=step.sums.averages,
-        ordered=tree,
+        tree=tree,
         record_time=step.record_time,
         wait_soon=wait_soon,
     )
-    started = work if memory is own else RowsWork(step, position, memory, work)
-    step.works[op.bucket] = started
+    started = step.works[op.bucket] = RowsWork(step, position, memory, work)
     return started
 
 
-def _before(step: Step, position: int, association: Association) -> Iterable[Tensor]:
+def _before(step: Step, position: int) -> Iterable[Tensor]:
     """Partial sums of this rank but the one in the buffer."""
-    op = step.program.schedule.ops[position]
-    start, stop = step.program.extents[position]
-    if not association.is_first:
+    program = step.program
+    op = program.schedule.ops[position]
+    start, stop = program.extents[position]
+    if program.schedule.topology.size(op.region.shard) > 1:  # sums over ranks already
         left = step.scratch.pop(("left", op.bucket, start, stop), None)
         return () if left is None else left.unbind(0)
     return [span[start:stop] for span in step.source.spans(op.bucket)]

@@ -15,7 +15,8 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
 from fddp.core.schedule.op import Op, Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, summands
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, association, summands
+from fddp.core.schedule.sum_tree import SumTree
 from fddp.native.autograd_leaves import (
     LeafTypes,
     Members,
@@ -231,6 +232,17 @@ class Program:
             cut = len(op.region.shard) - (len(op.axes) if op.kind == "all_gather" else 0)
             extents.append(_own(op.region, op.region.shard[:cut], self.places))
         return tuple(extents)
+
+    @cached_property
+    def trees(self) -> dict[int, SumTree]:
+        """By position, the associations of sums that the schedule fixes."""
+        ops = enumerate(self.schedule.ops)
+        sums = {
+            i: association(self.schedule, op, self.rank)
+            for i, op in ops
+            if op.kind == "reduce_scatter"
+        }
+        return {i: tree for i, tree in sums.items() if tree is not None}
 
     @cached_property
     def summands(self) -> int:

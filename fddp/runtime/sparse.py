@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import LeafSpec
-from fddp.core.schedule.virtual import SumTree, partial_sums, tree_additions
+from fddp.core.schedule.sum_tree import SumTree, partial_sums, tree_additions
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport
 

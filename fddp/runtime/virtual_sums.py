@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.numerics.weighting import WeightScale
-from fddp.core.schedule.virtual import tree_additions
+from fddp.core.schedule.sum_tree import tree_additions
 from fddp.errors import InternalError
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, views

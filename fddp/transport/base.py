@@ -32,7 +32,6 @@ from fddp.native.executor import (
 from fddp.transport.exchange import exchange_texts
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
-from fddp.transport.ordered_sum import nested_order
 from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
 
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from fddp.core.schedule.sum_tree import SumTree
     from fddp.core.schedule.topology import Topology
-    from fddp.core.schedule.virtual import SumTree
     from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.subgroups import Axes
 
@@ -213,7 +212,11 @@ class Transport(Endpoint):
         request = f"{topology} divided along {ordered}"
         requests = self.exchange(request.encode(), "groups")
         ranks = own_groups(self.rank, topology, ordered, requests)
-        self._connect([group for group in ranks.values() if 1 < len(group) < self.world_size])
+        new = [group for group in ranks.values() if 1 < len(group) < self.world_size]
+        self._connect(new)
+        if new:
+            # A rank that closed at once would break off connections that others still open.
+            self.exchange(b"", "opened groups")
         self._subgroups = self._subgroups.adding(topology, ranks)
 
     def all_reduce(
@@ -254,7 +257,7 @@ class Transport(Endpoint):
         *,
         axes: Axes = (),
         average: bool = False,
-        ordered: bool | SumTree = False,
+        tree: SumTree | None = None,
         record_time: bool = False,
         wait_soon: bool = False,
     ) -> Work:
@@ -268,22 +271,13 @@ class Transport(Endpoint):
                 participating ranks.
             axes: as for `all_reduce`.
             average, record_time, wait_soon: as for `all_reduce`.
-            ordered: sum in one association on every transport: within the innermost axis in rank
-                order, then across. float16 and bfloat16 are then summed in float32 and rounded
-                once. With `axes=()` ranks lie along one axis. See [Note: one association] in
-                `ordered_sum.py`. A `SumTree` is another association, of one or more summands of
-                each rank: each chunk then has `tree.width` rows of equal length, the summands are
-                the first rows, and the sums that are left replace the first rows of this rank's
-                own chunk.
+            tree: association of the sum on every transport; None leaves it to the backend. float16
+                and bfloat16 are then summed in float32 and rounded once. Each chunk has
+                `tree.width` rows of equal length: this rank's summands are the first ones, and the
+                sums that are left replace the first rows of this rank's own chunk. A sum along a
+                tree can't average. See [Note: one association] in `core/schedule/sum_tree.py`.
         """
-        groups = self._subgroups
-        ranks = groups.ranks.get(axes) or self._ranks("reduce_scatter", axes)
-        association: tuple[int, ...] = ()
-        tree = None if isinstance(ordered, bool) else ordered
-        if tree is not None:
-            association = nested_order(tree)
-        elif ordered:
-            association = groups.association(axes, self.world_size)
+        ranks = self._subgroups.ranks.get(axes) or self._ranks("reduce_scatter", axes)
         return self._launch(
             Operation(
                 "reduce_scatter",
@@ -292,8 +286,7 @@ class Transport(Endpoint):
                 average=average,
                 record_time=record_time,
                 wait_soon=wait_soon,
-                association=association,
-                tree=None if association else tree,
+                tree=tree,
             )
         )
 

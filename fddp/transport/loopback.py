@@ -27,7 +27,7 @@ from fddp.errors import (
 from fddp.transport.base import Transport, Work
 from fddp.transport.liveness.failure import Failure, check_titles, mismatch_error, to_error
 from fddp.transport.liveness.status import MAX_RANKS_SHOWN, RankStatus, StatusBoard, format_statuses
-from fddp.transport.ordered_sum import sum_along_tree_, sum_in_order_
+from fddp.transport.ordered_sum import sum_along_tree_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -431,17 +431,14 @@ def _execute(operations: list[Operation]) -> None:
                     parts[place][number].copy_(total)
             elif first.kind == "reduce_scatter":
                 parts = [other[place] for other in chunks]
-                row[place].copy_(_sum(parts, first.average, first.association))
+                row[place].copy_(_sum(parts, first.average))
             else:
                 for source, chunk in enumerate(row):
                     chunk.copy_(chunks[source][source])
 
 
-def _sum(tensors: list[Tensor], average: bool, association: tuple[int, ...] = ()) -> Tensor:
-    if association:
-        total = sum_in_order_([tensor.clone() for tensor in tensors], association)
-    else:
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total += tensor
+def _sum(tensors: list[Tensor], average: bool) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
     return total.div_(len(tensors)) if average else total

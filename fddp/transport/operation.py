@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from fddp.core.schedule.virtual import SumTree
+    from fddp.core.schedule.sum_tree import SumTree
 
 OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
 
@@ -50,11 +48,9 @@ class Operation(NamedTuple):
         fixed_size: an all-gather of a library tensor, whose size is the same on all ranks even if
             they issue different operations. It must not be matched with operations on the caller's
             tensors, whose sizes may differ.
-        association: sizes of the axes of `ranks`, outermost first, if a reduce-scatter sums in the
-            association that they define; see [Note: one association] in `ordered_sum.py`. ()
-            leaves the association to the backend.
-        tree: association of a reduce-scatter in which ranks have several summands. The buffer has
-            then `tree.width` rows in each chunk, of which each rank sends its own number.
+        tree: association of a reduce-scatter; None leaves it to the backend. The buffer has
+            `tree.width` rows in each chunk, of which each rank sends as many as it has summands.
+            See [Note: one association] in `core/schedule/sum_tree.py`.
     """
 
     kind: OperationKind
@@ -65,7 +61,6 @@ class Operation(NamedTuple):
     record_time: bool = False
     wait_soon: bool = False
     fixed_size: bool = False
-    association: tuple[int, ...] = ()
     tree: SumTree | None = None
 
     @property
@@ -78,11 +73,6 @@ class Operation(NamedTuple):
         n = len(self.ranks)
         return self.tensor.view(n, self.tensor.numel() // n).unbind(0)
 
-    @property
-    def is_ordered(self) -> bool:
-        """True if the operation sums in an association of its own."""
-        return bool(self.association) or self.tree is not None
-
     def __str__(self) -> str:
         """Describe the parameters that must be equal on all ranks.
 
@@ -91,22 +81,28 @@ class Operation(NamedTuple):
         """
         src = self.src if self.kind == "broadcast" else None
         shape = tuple(self.tensor.shape)
-        order = self.association if self.tree is None else self.tree.additions
-        return describe(self.kind, src, self.average, order, self.tensor.dtype, shape)
+        tree = 0 if self.tree is None else self.tree.digest
+        return describe(self.kind, src, self.average, tree, self.tensor.dtype, shape)
 
 
 def describe(
     kind: str,
     src: object,
     average: bool,
-    association: Sequence[int],
+    tree: int,
     dtype: object,
     shape: tuple[int, ...],
 ) -> str:
-    """Describe an operation; `src` is None if it is no broadcast."""
+    """Describe an operation.
+
+    Args:
+        kind, average, dtype, shape: as in `Operation`.
+        src: None if it is no broadcast.
+        tree: digest of the association; 0 if there is none.
+    """
     source = "" if src is None else f" from rank {src}"
     averaging = "averaging " if average else ""
-    order = f" in order {' x '.join(map(str, association))}" if association else ""
+    order = f" along tree {tree:016x}" if tree else ""
     return f"{averaging}{kind}{source}{order} of {dtype} {shape}"
 
 

@@ -35,13 +35,6 @@ class Subgroups(NamedTuple):
             )
         return members
 
-    def association(self, axes: Axes, world_size: int) -> tuple[int, ...]:
-        """Return the sizes of `axes`, outermost first. See [Note: one association]."""
-        if not axes or self.topology is None:
-            return (world_size,)
-        sizes = (size for name, size in self.topology.axes if name in axes and size > 1)
-        return tuple(sizes) or (1,)
-
     def adding(self, topology: Topology, ranks: Mapping[Axes, tuple[int, ...]]) -> Subgroups:
         """Return these groups and further ones. Groups of another topology are dropped."""
         known = self.ranks if topology == self.topology else {}

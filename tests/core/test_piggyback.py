@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
+from fddp.core.protocol.control_word import decode
 from fddp.core.schedule.piggyback import with_separate_word
+from fddp.runtime import finish
 from tests.support.collectives import record_issued
 from tests.support.examples import examples
 from tests.support.models import batch, mlp, mlp_loss, same_bits
@@ -92,6 +94,26 @@ def test_failure_in_packing_the_last_bucket_is_in_its_control_word(group: Any) -
             sync({**ones, **odd})
         assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
         assert sync(ones)["b"].tolist() == [1.0] * 3
+
+
+def test_equal_words_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sum is the number of ranks times this rank's own."""
+    decoded: list[bool] = []
+
+    def note_and_decode(*arguments: Any, **options: Any) -> Any:
+        decoded.append(True)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(finish, "decode", note_and_decode)
+
+    def run(group: Any) -> None:
+        grads = {"w": torch.ones(3)}
+        with fddp.GradSync(grads, group=group) as sync:
+            for _ in range(3):
+                assert sync(grads, with_info=True)[1].active == 3
+
+    fddp.loopback(3, run)
+    assert decoded == []
 
 
 def test_under_a_hook_the_word_is_sent_apart(launch: Launch) -> None:

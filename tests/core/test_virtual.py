@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from functools import reduce
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,18 +19,8 @@ from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.op import Kind
 from fddp.core.schedule.schedule import Schedule, summed_blocks
-from fddp.core.schedule.virtual import (
-    Span,
-    SumTree,
-    VirtualRanks,
-    _additions,
-    _spans,
-    fold,
-    halves,
-    partial_sums,
-    tree_additions,
-)
-from fddp.transport.ordered_sum import _nested_additions, nested_order
+from fddp.core.schedule.sum_tree import SumTree, fold, partial_sums, tree_additions
+from fddp.core.schedule.virtual import Span, VirtualRanks, _additions, _spans, halves
 
 MOST = 64
 GRID = fddp.Topology(host=2, local=2)
@@ -233,23 +225,31 @@ def test_malformed_values_are_refused(change: dict[str, Any], text: str) -> None
         dataclasses.replace(VirtualRanks.over(4, 2), **change)
 
 
-# Associations of transports
+# Associations along axes
 
 
-def test_associations_of_axes_are_recognised() -> None:
-    found = {n: nested_order(VirtualRanks.over(n, n).tree) for n in range(1, MOST + 1)}
-    for ranks, order in found.items():
-        if order:
-            assert math.prod(order) == ranks
-            assert _nested_additions(order) == VirtualRanks.over(ranks, ranks).additions
-    assert {n for n, order in found.items() if order} == {
-        *(2**k for k in range(7)),
-        *(3 * 2**k for k in range(5)),
+def along(sizes: Sequence[int], ranks: Sequence[int]) -> str:
+    """The sum along axes from its definition: the outermost axis last."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    size = len(ranks) // sizes[0]
+    blocks = [ranks[i : i + size] for i in range(0, len(ranks), size)]
+    return reduce(in_text, [along(sizes[1:], block) for block in blocks])
+
+
+@given(st.lists(st.integers(1, 4), max_size=4))
+def test_sums_along_axes(sizes: list[int]) -> None:
+    tree, ranks = SumTree.along(sizes), range(math.prod(sizes))
+    assert (tree.sums, tree.width, tree.summands) == (1, 1, (1,) * len(ranks))
+    assert fold(map(str, ranks), tree.additions, in_text) == along(sizes, ranks)
+
+
+def test_trees_have_digests_of_their_own() -> None:
+    trees = {
+        *(VirtualRanks.over(*pair).tree for pair in ALL_PAIRS),
+        *(SumTree.along((a, b)) for a in range(1, 9) for b in range(1, 9)),
     }
-
-
-def test_several_summands_are_no_axes() -> None:
-    assert nested_order(VirtualRanks.over(5, 2).tree) == ()
+    assert len({tree.digest for tree in trees}) == len(trees)
 
 
 # The proof

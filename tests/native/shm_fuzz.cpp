@@ -39,11 +39,6 @@ Signature draw_signature(Bytes& in, size_t n) {
   if (has_chunks(signature.kind)) {
     signature.units = signature.units / static_cast<int64_t>(n) * static_cast<int64_t>(n);
   }
-  if (sums && in.byte() % 4 == 0) {
-    signature.order.axes = 2;
-    signature.order.sizes[0] = static_cast<uint16_t>(n);
-    signature.order.sizes[1] = 1;
-  }
   return signature;
 }
 

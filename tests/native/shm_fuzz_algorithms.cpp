@@ -44,8 +44,7 @@ void fuzz_algorithms(Bytes in) {
     tree = draw_tree(in, n);
     const auto pieces = static_cast<int64_t>(n * tree->rows());
     signature.units = signature.units / pieces * pieces;
-    signature.order = {};
-    signature.order.axes = SumOrder::kTree;
+    signature.tree = tree->digest();
   }
   const uint64_t bytes = signature.bytes();
   std::vector<ExactBuffer> own;
@@ -84,12 +83,12 @@ void fuzz_algorithms(Bytes in) {
           "a broadcast is wrong");
     }
   } else if (signature.kind == Kind::kAllReduce) {
-    const Drawn drawn = {{signature.number_type, signature.reduction == Reduction::kAverage, signature.order}, n};
+    const Drawn drawn = {{signature.number_type, signature.reduction == Reduction::kAverage}, n};
     for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, signature.units);
   } else if (tree != nullptr) {
     const size_t rows = tree->rows();
     const size_t row_bytes = bytes / n / rows;
-    Drawn drawn = {{signature.number_type, false, {}, tree.get()}, tree->additions.size()};
+    Drawn drawn = {{signature.number_type, false, tree.get()}, tree->additions.size()};
     for (size_t m = 0; m < n; ++m) {
       std::vector<std::vector<char>> summands;
       for (size_t other = 0; other < n; ++other) {

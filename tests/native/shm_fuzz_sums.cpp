@@ -21,18 +21,7 @@ Drawn draw_recipe(Bytes& in) {
   Drawn drawn{};
   drawn.options.number_type = static_cast<NumberType>(in.byte() % 8);
   drawn.options.average = in.byte() % 2 != 0 && drawn.options.number_type <= NumberType::kBF16;
-  const size_t axes = in.byte() % (SumOrder::kAxes + 1);
-  drawn.n = 1;
-  drawn.options.order.axes = static_cast<uint16_t>(axes);
-  for (size_t a = 0; a < axes; ++a) {
-    const uint16_t size = drawn.n < 16 ? 1 + in.byte() % 4 : 1;
-    drawn.options.order.sizes[a] = size;
-    drawn.n *= size;
-  }
-  if (axes == 0 || drawn.n < 2) {
-    drawn.options.order = {};
-    drawn.n = 2 + in.byte() % 6;
-  }
+  drawn.n = 2 + in.byte() % 6;
   return drawn;
 }
 
@@ -43,22 +32,11 @@ T load(const char* from) {
   return value;
 }
 
-// Sum of one number over the summands from `first` on, along the axes from `axis` on.
+// Sum of one number over the summands in rank order.
 template <class Wide, class Read>
-Wide sum_along(const SumOrder& order, size_t axis, size_t n, size_t first, const Read& read) {
-  if (order.axes == 0) {
-    Wide total = read(first);
-    for (size_t s = 1; s < n; ++s) total = static_cast<Wide>(total + read(first + s));
-    return total;
-  }
-  if (axis == order.axes) return read(first);
-  size_t inner = 1;
-  for (size_t a = axis + 1; a < order.axes; ++a) inner *= order.sizes[a];
-  Wide total = sum_along<Wide>(order, axis + 1, n, first, read);
-  for (size_t i = 1; i < order.sizes[axis]; ++i) {
-    const Wide part = sum_along<Wide>(order, axis + 1, n, first + i * inner, read);
-    total = static_cast<Wide>(total + part);
-  }
+Wide sum_in_order(size_t n, const Read& read) {
+  Wide total = read(0);
+  for (size_t s = 1; s < n; ++s) total = static_cast<Wide>(total + read(s));
   return total;
 }
 
@@ -87,7 +65,7 @@ void check_sum(
       return widen_(load<T>(before[s].data() + i * static_cast<int64_t>(sizeof(T))));
     };
     Wide total = drawn.options.tree == nullptr
-                     ? sum_along<Wide>(drawn.options.order, 0, drawn.n, 0, read)
+                     ? sum_in_order<Wide>(drawn.n, read)
                      : sum_along<Wide>(*drawn.options.tree, drawn.place, read);
     if constexpr (std::is_floating_point_v<Wide>) {
       if (drawn.options.average) total = total / static_cast<Wide>(drawn.n);

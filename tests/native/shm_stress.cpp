@@ -101,6 +101,7 @@ struct Draw {
   Signature signature;
   uint64_t id;
   bool mismatch;  // members post different operations
+  std::shared_ptr<const SumTree> tree;
 };
 
 Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& groups, uint64_t id) {
@@ -126,9 +127,13 @@ Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& group
   if (has_chunks(signature.kind)) {
     signature.units = signature.units / n * n;
   }
-  if (sums && n == 4 && random() % 2 == 0) {
-    signature.order.axes = 2;
-    signature.order.sizes[0] = signature.order.sizes[1] = 2;
+  const bool has_tree = signature.kind == Kind::kReduceScatter && !averages && random() % 2 == 0;
+  if (has_tree) {
+    std::vector<uint32_t> additions(static_cast<size_t>(n), 1);  // in rank order
+    additions[0] = 0;
+    if (n == 4) additions = {0, 1, 0, 2};
+    drawn.tree = std::make_shared<const SumTree>(SumTree{std::vector<uint32_t>(static_cast<size_t>(n), 1), additions});
+    signature.tree = drawn.tree->digest();
   }
   drawn.mismatch = random() % 300 == 0;
   return drawn;
@@ -348,6 +353,7 @@ class Rank {
     fill(drawn, rank_, member_ranks.size(), buffer->data(), 0, drawn.signature.units);
     const bool soon = (choice >> 8) % 2 == 0;
     Request request{drawn.signature, buffer->data(), soon, (choice >> 9) % 8 == 0, buffer};
+    request.tree = drawn.tree;
     in_flight_.push_back({drawn, buffer, group(drawn).start(std::move(request))});
     return soon;
   }

@@ -15,9 +15,10 @@ import fddp
 from fddp.core.check import check_schedule
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.sum_tree import SumTree
 from fddp.testing import schedules
 from fddp.transport import open_transport
-from fddp.transport.ordered_sum import sum_in_order_
+from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.oracle import find_fault
@@ -56,40 +57,37 @@ def scattered(group: Any) -> list[Any]:
     found = []
     with open_transport(group) as transport:
         transport.open_subgroups(GRID, [("host", "local"), ("host",), ("local",)])
-        for dtype, average in product(FORMATS, (False, True)):
+        pair, both = SumTree.along((2,)), SumTree.along((2, 2))
+        for dtype in FORMATS:
             buffer = part_of(transport.rank, dtype)
-            transport.reduce_scatter(
-                buffer, axes=("host", "local"), average=average, ordered=True
-            ).wait("the sum")
+            transport.reduce_scatter(buffer, axes=("host", "local"), tree=both).wait("the sum")
             found.append(buffer.chunk(4)[transport.rank].clone())
-            buffer = part_of(transport.rank, torch.float32)
-            transport.reduce_scatter(buffer, axes=("local",), ordered=True).wait("within")
-            own = buffer.chunk(2)[transport.rank % 2]
-            transport.reduce_scatter(own, axes=("host",), ordered=True).wait("across")
-            found.append(own.chunk(2)[transport.rank // 2].clone())
+        buffer = part_of(transport.rank, torch.float32)
+        transport.reduce_scatter(buffer, axes=("local",), tree=pair).wait("within")
+        own = buffer.chunk(2)[transport.rank % 2]
+        transport.reduce_scatter(own, axes=("host",), tree=pair).wait("across")
+        found.append(own.chunk(2)[transport.rank // 2].clone())
     return found
 
 
 @pytest.mark.parametrize("name", ["loopback", "c10d", "shm"])
 def test_ordered_sums(name: str, request: pytest.FixtureRequest) -> None:
     for rank, found in enumerate(launch_over(name, request)(4, scattered)):
-        results = iter(found)
-        for dtype, average in product(FORMATS, (False, True)):
-            parts = [part_of(r, dtype) for r in range(4)]
-            due = by_hand(parts)
-            if average:
-                narrow = dtype.itemsize == 2
-                due = by_hand([p.float() if narrow else p for p in parts]).div_(4).to(dtype)
-            assert torch.equal(next(results), due.chunk(4)[rank]), dtype
-            due = by_hand([part_of(r, torch.float32) for r in range(4)])
-            assert torch.equal(next(results), due.chunk(2)[rank % 2].chunk(2)[rank // 2])
+        *at_once, in_turn = found
+        for dtype, result in zip(FORMATS, at_once, strict=True):
+            due = by_hand([part_of(r, dtype) for r in range(4)])
+            assert torch.equal(result, due.chunk(4)[rank]), dtype
+        due = by_hand([part_of(r, torch.float32) for r in range(4)])
+        assert torch.equal(in_turn, due.chunk(2)[rank % 2].chunk(2)[rank // 2])
 
 
 def test_another_order_gives_other_bits() -> None:
     """Or else the tests above could not fail."""
     parts = [part_of(rank, torch.float32) for rank in range(4)]
-    flat = sum_in_order_([part.clone() for part in parts], (4,))
-    nested = sum_in_order_([part.clone() for part in parts], (2, 2))
+    (flat,), (nested,) = (
+        sum_along_tree_([part.clone() for part in parts], SumTree.along(sizes).additions)
+        for sizes in ((4,), (2, 2))
+    )
     assert torch.equal(nested, by_hand(parts))
     assert not torch.equal(flat, nested)
 

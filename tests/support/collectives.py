@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import fddp
-from fddp.transport.base import Transport
+from fddp.transport.base import Transport, Work
 
 
 class Issued(NamedTuple):
@@ -34,6 +34,29 @@ def record_issued(sync: fddp.GradSync) -> list[Issued]:
 
     transport._start = note_and_start  # type: ignore[method-assign]
     return issued
+
+
+def record_works(sync: fddp.GradSync) -> tuple[list[tuple[str, Work]], list[Work]]:
+    """Return lists that receive each collective which `sync` starts, and each that is awaited."""
+    started: list[tuple[str, Work]] = []
+    awaited: list[Work] = []
+    transport = sync._engine.transport
+    start = transport._start
+
+    def note_and_start(operation: Any) -> Work:
+        work = start(operation)
+        wait = work._wait
+
+        def note_and_wait(what: str) -> None:
+            awaited.append(work)
+            wait(what)
+
+        work._wait = note_and_wait  # type: ignore[method-assign]
+        started.append((str(operation), work))
+        return work
+
+    transport._start = note_and_start  # type: ignore[method-assign]
+    return started, awaited
 
 
 def collectives_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:

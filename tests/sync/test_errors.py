@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fddp
 from tests.support.backward_calls import call_in_backward
+from tests.support.collectives import record_works
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import same_bits
 from tests.support.ranks import Launch
@@ -276,6 +277,21 @@ def no_weight_at_all(group: Any) -> Any:
 
 
 # Out of step
+
+
+def test_errors_are_raised_once_all_collectives_have_finished() -> None:
+    """The memory of a bucket is used again in the next step."""
+
+    def run(group: Any) -> list[str]:
+        caps = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+        with fddp.GradSync(params(), group=group, **caps) as sync:
+            started, awaited = record_works(sync)
+            with pytest.raises((BoomError, fddp.PeerError)):
+                sync.value_and_grad(late_failure if group.rank else loss_fn)(params())
+            assert len(started) == 3, "two buckets, and the exchange of what went wrong"
+            return [text for text, work in started if not any(work is other for other in awaited)]
+
+    assert fddp.loopback(2, run) == [[], []]
 
 
 def test_one_step_too_many_on_one_rank_is_a_named_error() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
+from fddp.core.schedule.sum_tree import SumTree
 from fddp.errors import ClosedError, DesyncError, SyncTimeoutError
 from fddp.transport import open_transport
 from tests.support.chunks import SQUARE
@@ -224,8 +225,8 @@ DIFFERING = {
         "averaging all_reduce of torch.float32 (3,)",
     ),
     "order": Differing(
-        lambda t: t.reduce_scatter(torch.ones(3), ordered=True),
-        "reduce_scatter in order 3 of torch.float32 (3,)",
+        lambda t: t.reduce_scatter(torch.ones(3), tree=SumTree.along((3,))),
+        f"reduce_scatter along tree {SumTree.along((3,)).digest:016x} of torch.float32 (3,)",
         "reduce_scatter of torch.float32 (3,)",
         lambda t: t.reduce_scatter(torch.ones(3)),
     ),

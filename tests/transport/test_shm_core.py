@@ -149,18 +149,41 @@ def test_a_failure_elsewhere_is_reported_to_all() -> None:
     assert crew.groups[0].failure == (_C.SHM_PEER_FAILED, (1,), 2)
 
 
+PAIR = ((1, 1), (0, 1))  # of two members with one summand each
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "options", "error", "text"),
     [
+        ("all_reduce", torch.float32, {"tree": PAIR}, ValueError, "only a sum of a reduce-scatter"),
         (
-            "all_reduce",
+            "reduce_scatter",
             torch.float32,
-            {"association": (2, 2)},
+            {"tree": PAIR, "average": True},
             ValueError,
-            "the product of the axis sizes of association must be the number of members",
+            "only a sum of a reduce-scatter",
         ),
-        ("all_reduce", torch.float32, {"association": (0, 2)}, ValueError, "an axis of size 0"),
-        ("all_reduce", torch.float32, {"association": (1,) * 7}, ValueError, "has 7 axes, .* at"),
+        (
+            "reduce_scatter",
+            torch.float32,
+            {"tree": ((1, 1, 1), (0, 1, 1))},
+            ValueError,
+            "the tree is not a sum over all members",
+        ),
+        (
+            "reduce_scatter",
+            torch.float32,
+            {"tree": ((1, 1), (0, 2))},
+            ValueError,
+            "the tree is not a sum over all members",
+        ),
+        (
+            "reduce_scatter",
+            torch.float32,
+            {"tree": ((2, 1), (0, 1, 1))},
+            ValueError,
+            "a chunk cannot be divided into the rows",
+        ),
         ("broadcast", torch.float32, {"src": 2}, ValueError, "src is not a member of the group"),
         ("broadcast", torch.float32, {"src": -1}, ValueError, "src is not a member of the group"),
         ("all_gather", torch.float32, {}, ValueError, "divided into one chunk of equal size"),
@@ -177,13 +200,14 @@ def test_unsupported_operations_are_refused(
     error: type[Exception],
     text: str,
 ) -> None:
+    numel = 2 if kind == "reduce_scatter" else 3
     with pytest.raises(error, match=text):
-        crews(2).groups[0].start(kind, torch.ones(3, dtype=dtype), **options)
+        crews(2).groups[0].start(kind, torch.ones(numel, dtype=dtype), **options)
 
 
 # Control blocks that a faulty process has overwritten. Offsets as in csrc/shm/control_block.h.
 
-_CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 128 + 64 + 8 * 256, 128
+_CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 120 + 64 + 8 * 256, 128
 
 
 def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:

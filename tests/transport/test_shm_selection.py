@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -31,6 +32,8 @@ from tests.support.process_resources import (
 from tests.support.ranks import split_into_hosts
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fddp.transport import Transport
     from tests.support.ranks import RankPool
 
@@ -153,6 +156,29 @@ def check_sums(transport: Transport, groups: list[Any], tensors: list[torch.Tens
             tensor.copy_(part(transport.rank, 5, torch.float32))
             transport.all_reduce(tensor, axes=axes).wait("the sum")
             assert torch.equal(tensor, total(members, 5, torch.float32))
+
+
+def opened_late(rank: int, world_size: int, name: str, path: Path) -> bool:
+    """True if rank 1, the last to connect, had done so when this rank's call returned."""
+    with open_transport(name=name, timeout_s=20) as transport:
+        connect = transport._connect
+
+        def connect_late(groups: Any) -> None:
+            connect(groups)
+            if rank == 1:
+                time.sleep(0.2)
+                path.touch()
+
+        with mock.patch.object(transport, "_connect", connect_late):
+            transport.open_subgroups(SQUARE, AXES)
+        return path.exists()
+
+
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_groups_are_open_on_all_ranks_once_they_are_on_one(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    assert all(ranks.run(4, opened_late, name, tmp_path / "opened"))
 
 
 def test_groups_within_a_host_share_memory_where_all_ranks_do_not(ranks: RankPool) -> None:

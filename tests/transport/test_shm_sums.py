@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fddp.core.schedule.sum_tree import SumTree
 from tests.support.crews import COPIED, IN_PLACE, Crew, run
 
 if TYPE_CHECKING:
@@ -103,32 +104,39 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 def test_sums_have_the_bits_of_torch(
     crews: Callable[[int], Crew], dtype: torch.dtype, average: bool
 ) -> None:
-    for size, order in [(2, ()), (3, ()), (4, ()), (4, (2, 2)), (6, (3, 2)), (6, (2, 3))]:
+    for size in (2, 3, 4):
         crew = crews(size)
         for numel in (1, 17, COPIED + 5, IN_PLACE + 13):
             inputs = [awkward(dtype, numel, seed=numel + rank) for rank in range(size)]
-            expected = expected_sum(inputs, order, average)
+            expected = expected_sum(inputs, (), average)
             for start in (0, 1):  # the first element lies on a line of the cache, or does not
                 tensors = []
                 for arena, values in zip(crew.arenas, inputs, strict=True):
                     tensors.append(arena.empty(numel + start, dtype)[start:])
                     tensors[-1].copy_(values)
-                run(crew, "all_reduce", tensors, average=average, association=order)
+                run(crew, "all_reduce", tensors, average=average)
                 for tensor in tensors:
                     assert_same_bits(tensor, expected)
 
 
-@pytest.mark.parametrize("numel", [COPIED, IN_PLACE])
-def test_reduce_scatter_writes_the_own_chunk(crews: Callable[[int], Crew], numel: int) -> None:
-    crew = crews(4)
-    inputs = [awkward(torch.float32, numel, seed=rank) for rank in range(4)]
-    tensors = [arena.empty(numel, torch.float32) for arena in crew.arenas]
-    for tensor, values in zip(tensors, inputs, strict=True):
-        tensor.copy_(values)
-    run(crew, "reduce_scatter", tensors, association=(2, 2), average=True)
-    expected = expected_sum(inputs, (2, 2), True).chunk(4)
-    for rank, tensor in enumerate(tensors):
-        assert_same_bits(tensor.chunk(4)[rank], expected[rank])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_along_trees_have_the_bits_of_torch(
+    crews: Callable[[int], Crew], dtype: torch.dtype
+) -> None:
+    for order in ((2,), (3,), (2, 2), (3, 2), (2, 3)):
+        size = math.prod(order)
+        crew, tree = crews(size), SumTree.along(order)
+        for numel in (size, COPIED // size * size, IN_PLACE // size * size + size):
+            inputs = [awkward(dtype, numel, seed=numel + rank) for rank in range(size)]
+            expected = expected_sum(inputs, order, False).chunk(size)
+            for start in (0, 1):
+                tensors = []
+                for arena, values in zip(crew.arenas, inputs, strict=True):
+                    tensors.append(arena.empty(numel + start, dtype)[start:])
+                    tensors[-1].copy_(values)
+                run(crew, "reduce_scatter", tensors, tree=tree)
+                for rank, tensor in enumerate(tensors):
+                    assert_same_bits(tensor.chunk(size)[rank], expected[rank])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

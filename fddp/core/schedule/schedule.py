@@ -24,6 +24,7 @@ from fddp.core.schedule.op import (
     is_texts,
     op_problem,
 )
+from fddp.core.schedule.sum_tree import SumTree
 from fddp.core.schedule.topology import Topology as Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.tables import abridged, html_table, plain_table
@@ -304,6 +305,28 @@ def summands(schedule: Schedule) -> int:
     """Return the number of gradients in the mean: that of ranks, or of virtual ranks."""
     virtual = schedule.virtual
     return schedule.topology.world_size if virtual is None else virtual.count
+
+
+def association(schedule: Schedule, op: Op, rank: int) -> SumTree | None:
+    """Return the association of the sum of a reduce-scatter, over the ranks that take part with
+    `rank`; None if it is left to the backend, or there is only one rank. See
+    [Note: one association] in `sum_tree.py`.
+
+    Example:
+        >>> import torch
+        >>> from fddp import Topology, make_schedule, plan_buckets
+        >>> plan = plan_buckets({"a": torch.zeros(8)})
+        >>> schedule = make_schedule(plan, Topology(host=2, local=2), deterministic=True)
+        >>> [association(schedule, op, 0) for op in schedule.ops if op.kind == "reduce_scatter"][0]
+        SumTree(summands=(1, 1, 1, 1), additions=(0, 1, 0, 2))
+    """
+    topology = schedule.topology
+    block, parts = topology.size(op.region.shard), topology.size(op.axes)
+    if not schedule.deterministic or parts == 1:
+        return None
+    if schedule.virtual is not None:
+        return schedule.virtual.stage(block, parts)[rank // (block * parts)]
+    return SumTree.along([size for name, size in topology.axes if name in op.axes])
 
 
 def summed_blocks(schedule: Schedule) -> dict[int, tuple[str, ...]]:

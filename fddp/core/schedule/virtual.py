@@ -8,10 +8,6 @@ two below n, and as its right half the others. A rank sums the largest complete 
 these *spans* travel, and are added in the order of the tree. Every number of ranks therefore has
 the same additions, on the same numbers, and only the place of an addition changes.
 
-An association is written as the number of additions after each summand, as on a stack: a summand is
-pushed, and each addition replaces the two newest sums by theirs. For 4 virtual ranks these are
-(0, 1, 0, 2), which is (v0 + v1) + (v2 + v3).
-
 Sums along one axis of a topology after the other have the same additions. Ranks along the inner
 axes carry a run of virtual ranks, because ranks are numbered in row-major order. They add what can
 be added within it, and the sums that are left travel along the next axis. These are as many as one
@@ -23,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
+from fddp.core.schedule.sum_tree import SumTree, divided, fold, partial_sums, tree_additions
 from fddp.core.text import counted
 
 MOST_VIRTUAL_RANKS = 2**16
@@ -38,29 +35,6 @@ class Span(NamedTuple):
     stop: int
 
 
-class SumTree(NamedTuple):
-    """Association of one or more sums over the summands of several ranks.
-
-    Attributes:
-        summands: number of summands of each rank.
-        additions: number of additions after each summand, in rank order; see
-            [Note: virtual ranks].
-    """
-
-    summands: tuple[int, ...]
-    additions: tuple[int, ...]
-
-    @property
-    def sums(self) -> int:
-        """Number of sums that are left after all additions."""
-        return len(self.additions) - sum(self.additions)
-
-    @property
-    def width(self) -> int:
-        """Largest number of summands of a rank, or the number of sums if that is larger."""
-        return max(*self.summands, self.sums)
-
-
 @dataclass(frozen=True)
 class VirtualRanks:
     """Virtual ranks on the ranks of a group, and the association of their sum.
@@ -70,7 +44,7 @@ class VirtualRanks:
     Attributes:
         count: number of virtual ranks.
         spans: for each rank, the spans of virtual ranks that it sums, in ascending order.
-        additions: number of additions after each span, in rank order; see [Note: virtual ranks].
+        additions: number of additions after each span, in rank order; see [Note: one association].
 
     Raises:
         ValueError: a field has the wrong type.
@@ -223,89 +197,6 @@ class VirtualRanks:
                 f"{_listed(own)} along {along}"
             )
         return "\n".join(lines)
-
-
-class Divided(NamedTuple):
-    """A sum over ranks, divided into runs of neighbouring ranks.
-
-    Attributes:
-        within: for each run, the additions among its summands.
-        across: the other additions, in which a run is one rank with the sums that it has left.
-    """
-
-    within: tuple[SumTree, ...]
-    across: SumTree
-
-
-def divided(tree: SumTree, size: int) -> Divided:
-    """Divide a sum into those within runs of `size` ranks, and the sum of theirs.
-
-    Example:
-        >>> divided(SumTree((1, 1, 1, 1), (0, 1, 0, 2)), 2).across
-        SumTree(summands=(1, 1), additions=(0, 1))
-        >>> divided(SumTree((1, 1, 1), (0, 0, 2)), 1).across
-        SumTree(summands=(1, 1, 1), additions=(0, 0, 2))
-    """
-    within: list[tuple[SumTree, int]] = []
-    across: list[int] = []
-    additions = iter(tree.additions)
-    for first in range(0, len(tree.summands), size):
-        summands = tree.summands[first : first + size]
-        own: list[int] = []
-        height = 0  # sums of the run on the stack, without those that were added to sums before
-        before = len(across)
-        for times in islice(additions, sum(summands)):
-            own.append(min(times, height))
-            height += 1 - own[-1]
-            if times > own[-1]:
-                # The run's only sum on the stack is added to sums of the runs before.
-                across.append(times - own[-1])
-                height = 0
-        across += [0] * height
-        within.append((SumTree(summands, tuple(own)), len(across) - before))
-    return Divided(
-        tuple(run for run, _ in within),
-        SumTree(tuple(left for _, left in within), tuple(across)),
-    )
-
-
-def tree_additions(count: int) -> tuple[int, ...]:
-    """Return the number of additions after each of `count` summands, in the tree over all.
-
-    Example:
-        >>> tree_additions(4), tree_additions(5)
-        ((0, 1, 0, 2), (0, 1, 0, 2, 1))
-    """
-    # As the carries of a binary counter; the last summand closes all open nodes.
-    inner = [((number + 1) & -(number + 1)).bit_length() - 1 for number in range(count - 1)]
-    return (*inner, (count - 1).bit_count())
-
-
-def partial_sums(summands: Iterable[Any], additions: Sequence[int], add: Any) -> list[Any]:
-    """Return the sums that an association leaves; `add(left, right)` adds two summands or sums.
-
-    Example:
-        >>> partial_sums("abcd", (0, 1, 0, 0), lambda a, b: f"({a}{b})")
-        ['(ab)', 'c', 'd']
-    """
-    stack: list[Any] = []
-    for summand, times in zip(summands, additions, strict=True):
-        stack.append(summand)
-        for _ in range(times):
-            right = stack.pop()
-            stack.append(add(stack.pop(), right))
-    return stack
-
-
-def fold(summands: Iterable[Any], additions: Sequence[int], add: Any) -> Any:
-    """Return the sum in an association that leaves one; see `partial_sums`.
-
-    Example:
-        >>> fold("abcd", (0, 1, 0, 2), lambda a, b: f"({a}{b})")
-        '((ab)(cd))'
-    """
-    (total,) = partial_sums(summands, additions, add)
-    return total
 
 
 def join(left: Span, right: Span) -> Span:

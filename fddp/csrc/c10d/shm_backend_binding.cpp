@@ -60,11 +60,9 @@ BackendPtr make_backend(
 
 InPlaceOperation start(
     const ShmBackend& backend, std::string_view kind, const at::Tensor& tensor, int64_t src,
-    bool average, std::vector<int64_t> association, bool wait_soon, bool prompt,
-    std::optional<InPlaceOptions::Tree> tree) {
+    bool average, bool wait_soon, bool prompt, std::optional<InPlaceOptions::Tree> tree) {
   return start_in_place(
-      backend.group(), kind, tensor,
-      {src, average, std::move(association), wait_soon, prompt, std::move(tree)});
+      backend.group(), kind, tensor, {src, average, wait_soon, prompt, std::move(tree)});
 }
 
 py::tuple failure_of(const ShmBackend& backend) {
@@ -138,8 +136,7 @@ void bind_backend(py::module_& m) {
           "Create a backend of some ranks of this one, which meet in the store.")
       .def(
           "start", torch::wrap_pybind_function(&start), py::arg("kind"), py::arg("tensor"),
-          py::arg("src") = 0, py::arg("average") = false,
-          py::arg("association") = std::vector<int64_t>{}, py::arg("wait_soon") = false,
+          py::arg("src") = 0, py::arg("average") = false, py::arg("wait_soon") = false,
           py::arg("prompt") = false, py::arg("tree") = py::none(),
           "Start an operation on a whole tensor, in place.")
       .def(

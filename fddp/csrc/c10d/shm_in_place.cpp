@@ -19,7 +19,6 @@ namespace {
 
 using shm::Kind;
 using shm::Signature;
-using shm::SumOrder;
 using shm::SumTree;
 
 constexpr std::string_view kInPlaceNames[] = {
@@ -29,34 +28,6 @@ Kind kind_of(std::string_view name) {
   const auto* const found = std::find(std::begin(kInPlaceNames), std::end(kInPlaceNames), name);
   TORCH_CHECK_VALUE(found != std::end(kInPlaceNames), "unknown operation '", std::string(name), "'");
   return static_cast<Kind>(found - std::begin(kInPlaceNames));
-}
-
-SumOrder order_of(const std::vector<int64_t>& association) {
-  SumOrder order{};
-  TORCH_CHECK_VALUE(
-      association.size() <= SumOrder::kAxes, "association has ", association.size(),
-      " axes, expected at most ", SumOrder::kAxes);
-  order.axes = static_cast<uint16_t>(association.size());
-  for (size_t a = 0; a < association.size(); ++a) {
-    TORCH_CHECK_VALUE(
-        association[a] > 0 && association[a] <= UINT16_MAX, "association has an axis of size ",
-        association[a]);
-    order.sizes[a] = static_cast<uint16_t>(association[a]);
-  }
-  return order;
-}
-
-// Order that stands for a tree, which members compare.
-SumOrder order_of(const SumTree& tree) {
-  SumOrder order{};
-  TORCH_CHECK_VALUE(!tree.summands.empty() && tree.rows() <= UINT16_MAX, "a tree needs summands");
-  order.axes = SumOrder::kTree;
-  order.sizes[0] = static_cast<uint16_t>(tree.rows());
-  const uint64_t digest = tree.digest();
-  for (size_t part = 0; part < 4; ++part) {
-    order.sizes[1 + part] = static_cast<uint16_t>(digest >> (16 * part));
-  }
-  return order;
 }
 
 Signature signature_of(Kind kind, const at::Tensor& tensor, const InPlaceOptions& options) {
@@ -87,11 +58,6 @@ py::dict describe(const Signature& signature) {
   for (size_t d = 0; d < std::min<size_t>(signature.n_dims, Signature::kDims); ++d) {
     shape.append(signature.dims[d]);
   }
-  py::list order;
-  if (signature.order.axes == SumOrder::kTree) order.append("of tree");
-  for (size_t a = 0; a < std::min<size_t>(signature.order.axes, SumOrder::kAxes); ++a) {
-    order.append(signature.order.sizes[a]);
-  }
   const auto kind = static_cast<size_t>(signature.kind);
   // A faulty member may have posted an invalid dtype.
   py::object dtype = py::none();
@@ -109,7 +75,7 @@ py::dict describe(const Signature& signature) {
   result["shape"] = py::tuple(shape);
   result["src"] = signature.src;
   result["average"] = signature.reduction == shm::Reduction::kAverage;
-  result["association"] = py::tuple(order);
+  result["tree"] = signature.tree;
   return result;
 }
 
@@ -192,9 +158,7 @@ InPlaceOperation start_in_place(
   if (options.tree.has_value()) {
     request.tree = std::make_shared<const SumTree>(
         SumTree{options.tree->first, options.tree->second});
-    request.signature.order = order_of(*request.tree);
-  } else {
-    request.signature.order = order_of(options.association);
+    request.signature.tree = request.tree->digest();
   }
   try {
     return {group, group->start(std::move(request))};

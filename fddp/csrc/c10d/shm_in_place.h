@@ -1,6 +1,6 @@
 // Operations of a shared-memory group on whole tensors, in place: those of the library's transports.
 //
-// Unlike the collectives of torch they compare shapes, and a reduce-scatter may have an association.
+// Unlike the collectives of torch they compare shapes, and a reduce-scatter may sum along a tree.
 
 #pragma once
 
@@ -25,8 +25,7 @@ struct InPlaceOptions {
 
   int64_t src = 0;
   bool average = false;
-  std::vector<int64_t> association = {};  // sizes of axes, outermost first
-  bool wait_soon = false;                 // the caller will wait soon
+  bool wait_soon = false;  // the caller will wait soon
   bool prompt = false;  // complete as early as possible, even if no thread waits
   std::optional<Tree> tree = std::nullopt;
 };

@@ -339,7 +339,7 @@ void TensorAlgorithm::reduce_into(
     return;
   }
   const bool average = signature_.reduction == Reduction::kAverage;
-  const SumOptions options = {signature_.number_type, average, signature_.order, tree_.get()};
+  const SumOptions options = {signature_.number_type, average, tree_.get()};
   sum(options, buffers, range.begin, range.count);
 }
 

@@ -80,7 +80,7 @@ class TensorAlgorithm : public Algorithm {
  public:
   // `own` is the tensor of this member; `member_data` has one entry for each member. A
   // reduce-scatter writes this member's chunk to `result`, or in place if it is null. `tree` is the
-  // association of a reduce-scatter whose chunks have rows, or null.
+  // association of a reduce-scatter, whose chunks then have rows, or null.
   TensorAlgorithm(
       const Signature& signature, char* own, char* result, size_t index,
       std::vector<MemberData> member_data, std::shared_ptr<const SumTree> tree = nullptr);

@@ -75,14 +75,13 @@ struct Signature {
   uint32_t n_dims;      // dimensions of the shape; only the first kDims are stored
   uint32_t zero;        // explicit padding, because signatures are compared bytewise
   int64_t dims[kDims];
-  SumOrder order;
-  uint16_t zeros;
+  uint64_t tree;  // digest of the association of a sum; 0 for rank order
 
   uint64_t bytes() const {
     return static_cast<uint64_t>(units) * unit_bytes;
   }
 };
-static_assert(sizeof(Signature) == 8 * 4 + 8 + 8 * Signature::kDims + 16);  // no implicit padding
+static_assert(sizeof(Signature) == 8 * 4 + 8 + 8 * Signature::kDims + 8);  // no implicit padding
 
 inline bool operator==(const Signature& a, const Signature& b) {
   return std::memcmp(&a, &b, sizeof(Signature)) == 0;

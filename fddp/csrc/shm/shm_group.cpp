@@ -159,7 +159,6 @@ void ShmGroup::check(const Request& request) const {
                                          : "cannot combine the bits of this dtype");
   }
   if (!is_reduction(kind) && reduction != Reduction::kSum) refuse("this operation has no reduction");
-  if (!is_sum(reduction) && signature.order.axes != 0) refuse("only sums have an association");
   if ((kind == Kind::kExchange) != (request.exchange != nullptr)) {
     refuse("an exchange needs its buffers, and no other operation has them");
   }
@@ -171,23 +170,14 @@ void ShmGroup::check(const Request& request) const {
   if (has_chunks(kind) && signature.units % static_cast<int64_t>(members()) != 0) {
     refuse("the tensor cannot be divided into one chunk of equal size for each member");
   }
-  if (request.tree != nullptr || signature.order.axes == SumOrder::kTree) {
-    check_tree(request);
-    return;
-  }
-  if (signature.order.axes > SumOrder::kAxes) refuse("association has too many axes");
-  size_t product = 1;
-  for (size_t a = 0; a < signature.order.axes; ++a) product *= signature.order.sizes[a];
-  if (signature.order.axes != 0 && product != members()) {
-    refuse("the product of the axis sizes of association must be the number of members");
-  }
+  if (request.tree != nullptr || signature.tree != 0) check_tree(request);
 }
 
 void ShmGroup::check_tree(const Request& request) const {
   const Signature& signature = request.signature;
   const auto refuse = [](const char* problem) { throw std::invalid_argument(problem); };
-  if (request.tree == nullptr || signature.order.axes != SumOrder::kTree) {
-    refuse("an association along a tree needs the tree");
+  if (request.tree == nullptr || signature.tree != request.tree->digest()) {
+    refuse("a sum along a tree needs the tree and its digest");
   }
   if (signature.kind != Kind::kReduceScatter || signature.reduction != Reduction::kSum) {
     refuse("only a sum of a reduce-scatter is associated along a tree");

@@ -62,7 +62,7 @@ struct Request {
   std::shared_ptr<const ExchangeBuffers> exchange = nullptr;  // of an exchange, without `data`
   // Called once the operation has completed, in issue order, without locks; on any thread.
   std::function<void()> completed = nullptr;
-  std::shared_ptr<const SumTree> tree = nullptr;  // of a reduce-scatter whose order is kTree
+  std::shared_ptr<const SumTree> tree = nullptr;  // association of a reduce-scatter
 };
 
 class Operation {

@@ -82,10 +82,12 @@ FDDP_INLINE void sum_two(
   }
 }
 
-template <class Wide>
-FDDP_INLINE void add(Wide* into, const Wide* part, int64_t size) {
+template <class T>
+FDDP_INLINE void add(typename Traits<T>::Wide* into, const T* part, int64_t size) {
   FDDP_INDEPENDENT
-  for (int64_t i = 0; i < size; ++i) into[i] = static_cast<Wide>(into[i] + part[i]);
+  for (int64_t i = 0; i < size; ++i) {
+    into[i] = static_cast<typename Traits<T>::Wide>(into[i] + Traits<T>::read(part[i]));
+  }
 }
 
 // Guard for the default floating-point mode of IEEE 754: round to nearest, with subnormal numbers.
@@ -122,38 +124,22 @@ class DefaultFloatMode {
 #endif
 };
 
-// Sum one tile along a tree of partial sums. Each level of the tree has a tile of its own.
+// Sum one tile in rank order.
 template <class T>
 FDDP_INLINE void sum_tile(
     const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t size) {
   using Wide = typename Traits<T>::Wide;
-  Wide partial[SumOrder::kAxes][kTile];
+  Wide total[kTile];
   T scratch[kTile];
-  const size_t levels = std::max<size_t>(options.order.axes, 1);
-  size_t counts[SumOrder::kAxes] = {};  // summands in the partial sum of each level
   for (size_t s = 0; s < buffers.n_sources; ++s) {
     const T* source = load_numbers(buffers.sources[s], begin, size, scratch);
-    Wide* leaf = partial[levels - 1];
-    if (counts[levels - 1]++ == 0) {
-      for (int64_t i = 0; i < size; ++i) leaf[i] = Traits<T>::read(source[i]);
+    if (s == 0) {
+      for (int64_t i = 0; i < size; ++i) total[i] = Traits<T>::read(source[i]);
     } else {
-      FDDP_INDEPENDENT
-      for (int64_t i = 0; i < size; ++i) {
-        leaf[i] = static_cast<Wide>(leaf[i] + Traits<T>::read(source[i]));
-      }
-    }
-    for (size_t level = levels - 1; level > 0; --level) {
-      if (counts[level] != options.order.sizes[level]) break;
-      if (counts[level - 1]++ == 0) {
-        std::memcpy(partial[level - 1], partial[level], static_cast<size_t>(size) * sizeof(Wide));
-      } else {
-        add(partial[level - 1], partial[level], size);
-      }
-      counts[level] = 0;
+      add<T>(total, source, size);
     }
   }
   const Divisor<Wide> divisor_of(options, buffers.n_sources);
-  Wide* total = partial[0];
   if (options.average && divisor_of.multiply) {
     for (int64_t i = 0; i < size; ++i) total[i] = static_cast<Wide>(total[i] * divisor_of.factor);
   } else if (options.average) {
@@ -178,11 +164,7 @@ FDDP_INLINE void sum_tile_along_tree(
     const T* source = load_numbers(buffers.sources[s], begin, size, scratch);
     uint32_t additions = tree.additions[s];
     if (additions > 0) {
-      Wide* top = stack[height - 1];
-      FDDP_INDEPENDENT
-      for (int64_t i = 0; i < size; ++i) {
-        top[i] = static_cast<Wide>(top[i] + Traits<T>::read(source[i]));
-      }
+      add<T>(stack[height - 1], source, size);
       --additions;
     } else {
       Wide* top = stack[height++];
@@ -190,7 +172,7 @@ FDDP_INLINE void sum_tile_along_tree(
     }
     for (; additions > 0; --additions) {
       --height;
-      add(stack[height - 1], stack[height], size);
+      add<Wide>(stack[height - 1], stack[height], size);
     }
   }
   // A target may be a source of this tile, all of which have been read.
@@ -204,19 +186,19 @@ FDDP_INLINE void sum_tile_along_tree(
 template <class T>
 FDDP_INLINE void sum_all(
     const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) {
-  if (options.tree != nullptr) {
-    for (int64_t done = 0; done < count; done += kTile) {
-      sum_tile_along_tree<T>(*options.tree, buffers, begin + done, std::min(kTile, count - done));
-    }
-    return;
-  }
-  // The orders (1, 2) and (2, 1) associate like (2).
-  if (buffers.n_sources == 2 && buffers.n_targets <= 2 && aligned<T>(buffers)) {
+  const SumTree* const tree = options.tree;
+  const bool is_pair = buffers.n_sources == 2 && buffers.n_targets <= 2;
+  if (is_pair && (tree == nullptr || tree->sums() == 1) && aligned<T>(buffers)) {
     sum_two<T>(options, buffers, begin, count);
     return;
   }
   for (int64_t done = 0; done < count; done += kTile) {
-    sum_tile<T>(options, buffers, begin + done, std::min(kTile, count - done));
+    const int64_t size = std::min(kTile, count - done);
+    if (tree == nullptr) {
+      sum_tile<T>(options, buffers, begin + done, size);
+    } else {
+      sum_tile_along_tree<T>(*tree, buffers, begin + done, size);
+    }
   }
 }
 

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,20 +15,8 @@ enum class NumberType : uint32_t { kF64, kF32, kF16, kBF16, kU8, kI8, kI32, kI64
 // Return the size of a number in bytes; 1 for kOpaque.
 size_t number_bytes(NumberType type);
 
-// Association order of a sum. The summands form a row-major grid with these axis sizes, outermost
-// axis first; the product of the sizes is the number of summands. Partial sums run along the
-// innermost axis first: (2, 2) is (a+b) + (c+d).
-struct SumOrder {
-  static constexpr size_t kAxes = 6;
-  // `axes` of a sum along a tree. The sizes are then the rows of a chunk and a digest of the tree.
-  static constexpr uint16_t kTree = kAxes + 1;
-
-  std::array<uint16_t, kAxes> sizes = {};
-  uint16_t axes = 0;  // 0: sum in rank order
-};
-
-// Association order of a sum in which members have several summands, as on a stack: a summand is
-// pushed, and each addition replaces the two newest sums by theirs.
+// Association of a sum in which members have one or more summands, as on a stack: a summand is pushed,
+// and each addition replaces the two newest sums by theirs. (0, 1, 0, 2) is (a+b) + (c+d).
 struct SumTree {
   static constexpr size_t kDepth = 32;  // most sums on the stack
 
@@ -43,6 +30,7 @@ struct SumTree {
   uint32_t sums() const;
   // Return the largest number of summands of a member, or of sums if that is larger.
   uint32_t rows() const;
+  // Return FNV-1a of both lists, as `SumTree.digest` in Python.
   uint64_t digest() const;
 };
 
@@ -50,8 +38,7 @@ struct SumTree {
 struct SumOptions {
   NumberType number_type;
   bool average;  // divide by the number of summands; floating-point numbers only
-  SumOrder order;
-  const SumTree* tree = nullptr;  // instead of the order
+  const SumTree* tree = nullptr;  // null: sum in rank order
 };
 
 // Buffers of the summands and of the result. Each target is one of the sources, or disjoint from

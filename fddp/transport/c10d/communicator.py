@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from fddp.native import extension
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import ignore_backend_errors
-from fddp.transport.ordered_sum import sum_along_tree_, sum_in_order_
+from fddp.transport.ordered_sum import sum_along_tree_
 
 if TYPE_CHECKING:
     import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fddp.core.schedule.virtual import SumTree
+    from fddp.core.schedule.sum_tree import SumTree
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.liveness.membership import Membership
     from fddp.transport.operation import Operation
@@ -143,7 +143,7 @@ class Communicator:
         return PendingWorks((work,))
 
     def _reduce_scatter(self, operation: Operation) -> PendingWorks:
-        if operation.is_ordered:
+        if operation.tree is not None:
             return self._exchange(operation, torch.empty_like(bytes_of(operation.tensor)))
         return self._all_reduce(operation)  # other chunks are undefined, so they may be sums
 
@@ -156,15 +156,9 @@ class Communicator:
         theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
 
         def finish() -> None:
-            if operation.association:
-                total = sum_in_order_(theirs, operation.association)
-            else:
-                _add_up_(operation.chunks, theirs, self._place)
-                total = own
+            _add_up_(operation.chunks, theirs, self._place)
             if operation.average:
-                total.div_(len(operation.ranks))
-            if total is not own:
-                own.copy_(total)
+                own.div_(len(operation.ranks))
 
         return PendingWorks((work,), finish)
 

@@ -39,7 +39,7 @@ class NcclCommunicator(Communicator):
         self._origin: tuple[torch.cuda.Stream, torch.cuda.Event, float] | None = None
 
     def _reduce_scatter(self, operation: Operation) -> PendingWorks:
-        if operation.is_ordered:
+        if operation.tree is not None:
             return super()._reduce_scatter(operation)
         options = c10d.ReduceScatterOptions()
         if operation.average:

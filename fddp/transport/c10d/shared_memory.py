@@ -55,7 +55,6 @@ class ShmCommunicator(Communicator):
             operation.tensor,
             self._ranks.index(operation.src) if operation.kind == "broadcast" else 0,
             operation.average,
-            operation.association,
             operation.wait_soon,
             operation.record_time,
             operation.tree,
@@ -127,7 +126,7 @@ class ShmCommunicator(Communicator):
         kind, place, src = found["kind"], found["src"], None
         if kind == "broadcast":
             src = self._ranks[place] if place < len(self._ranks) else "?"
-        form = found["association"], found["dtype"], tuple(found["shape"])
+        form = found["tree"], found["dtype"], tuple(found["shape"])
         return describe(kind, src, found["average"], *form)
 
 

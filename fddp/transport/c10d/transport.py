@@ -181,7 +181,7 @@ class C10dTransport(Transport):
         if communicator is not None:
             try:
                 handle = communicator.backend.start(
-                    "all_reduce", tensor, 0, average, (), wait_soon, record_time
+                    "all_reduce", tensor, 0, average, wait_soon, record_time
                 )
             except (TypeError, ValueError):
                 pass  # the base class raises the precise error, or uses another communicator

@@ -72,7 +72,6 @@ class ShmBackend(Protocol):
         tensor: Tensor,
         src: int = ...,
         average: bool = ...,
-        association: Sequence[int] = ...,
         wait_soon: bool = ...,
         prompt: bool = ...,
         tree: tuple[Sequence[int], Sequence[int]] | None = ...,
