@@ -207,7 +207,7 @@ def test_unsupported_operations_are_refused(
 
 # Control blocks that a faulty process has overwritten. Offsets as in csrc/shm/control_block.h.
 
-_CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 120 + 64 + 8 * 256, 128
+_CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 128 + 64 + 8 * 256, 128
 
 
 def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:

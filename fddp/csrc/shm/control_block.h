@@ -95,7 +95,7 @@ enum class DataLocation : uint32_t {
   kStaged,  // the double-buffered staging buffer at `offset`
 };
 
-struct Descriptor {
+struct alignas(64) Descriptor {  // shares no cache line with another
   uint64_t number;  // sequence number of the operation, from 0
   uint64_t offset;
   DataLocation location;
