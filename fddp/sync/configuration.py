@@ -60,9 +60,8 @@ class EngineConfiguration:
         self.hook_states: tuple[Any, ...] | None = None
         try:
             self.terms = _agreed_terms(self.transport, request)
-            self.hook = self.terms.hook
             schedule = self.terms.schedule_of(self.terms.plan)
-            self._install(schedule, with_order=self.terms.rebuild is not None)
+            self._install(schedule, self.terms.hook, with_order=self.terms.rebuild is not None)
         except BaseException:
             self.transport.close()
             raise
@@ -74,7 +73,7 @@ class EngineConfiguration:
                 f"the plan can't change under {self.bound_hook.hook.name}, whose state is by "
                 f"bucket; tune without the hook, and pass on the plan"
             )
-        self._install(self.terms.schedule_of(plan), with_order=False)
+        self._install(self.terms.schedule_of(plan), self.hook, with_order=False)
         self._pool.clear()
 
     def release_memory(self, *, keep_views: bool) -> None:
@@ -95,10 +94,7 @@ class EngineConfiguration:
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
-        if hook is not None:
-            BoundHook.of(hook, self.program)  # before anything has changed
-        self.hook = hook
-        self._install(self.schedule, with_order=self.program.control.with_order)
+        self._install(self.schedule, hook, with_order=self.program.control.with_order)
         self.hook_states = None if hook is None else self.init_states()
 
     def init_states(self) -> tuple[Any, ...]:
@@ -137,9 +133,10 @@ class EngineConfiguration:
         if self.in_flight is not None:
             self.in_flight()
 
-    def _install(self, schedule: Schedule, *, with_order: bool) -> None:
-        self.schedule = schedule
-        if self.hook is not None:
+    def _install(self, agreed: Schedule, hook: Hook[Any] | None, *, with_order: bool) -> None:
+        """Use a schedule with a hook. After an error, those from before are in force."""
+        schedule = agreed
+        if hook is not None:
             schedule = with_separate_word(schedule)
         elif count_stages(schedule):
             raise ValueError(
@@ -155,15 +152,15 @@ class EngineConfiguration:
             self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
-        program, self.bound_hook = Program(schedule, rank, with_order, foreign), None
-        if self.hook is not None:
-            program = staged(program, self.hook)
+        program, bound = Program(schedule, rank, with_order, foreign), None
+        if hook is not None:
+            program = staged(program, hook)
             if program.schedule is not schedule:
                 check_schedule(program.schedule)
-            self.bound_hook = BoundHook.of(self.hook, program)
-            if self.bound_hook.stateful:  # by bucket: the plan must not be rebuilt
+            bound = BoundHook.of(hook, program)
+            if bound.stateful:  # by bucket: the plan must not be rebuilt
                 program = replace(program, with_order=False)
-        self.program = program
+        self.schedule, self.hook, self.bound_hook, self.program = agreed, hook, bound, program
         self.code = CompiledProgram(self.program, self.transport, self.bound_hook)
         self.gathering: CompiledProgram | None = None
         if gather is not None:

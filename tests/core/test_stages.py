@@ -286,6 +286,10 @@ def test_a_schedule_keeps_the_stages_of_its_hook() -> None:
             mean, _ = sync.update(grads, sync.init_state())
         with fddp.GradSync(schedule, group=group, hook=hook) as sync:
             assert sync.schedule == schedule
+            for other in (fddp.hooks.fp16_compress, None):
+                with pytest.raises(ValueError, match="pass the"):
+                    sync._engine.set_hook(other)
+                assert sync._engine.hook is hook
             again, _ = sync.update(grads, sync.init_state())
         assert torch.equal(mean["a"], again["a"])
         with pytest.raises(ValueError, match="and there is no hook; pass the hook"):
