@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
@@ -123,6 +124,40 @@ def test_a_graph_runs_again_after_an_abort() -> None:
     wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
     for found in fddp.loopback(2, run):
         assert_close(found, wanted)
+
+
+class Twice(nn.Module):
+    """A layer whose gradient arrives twice in one backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = net().layers["l0"]
+        self.fails_in_backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails_in_backward:
+            x = call_in_backward(x, fail_in_backward)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True, preserve_rng_state=False)
+        return x
+
+
+def test_a_gradient_that_came_twice_before_a_failure_is_kept_whole() -> None:
+    def run(group: Any) -> None:
+        model, alone = Twice(), Twice()
+        ddp = DDP(model, process_group=group)
+        for module in (model, alone):
+            for param in module.parameters():
+                param.grad = torch.ones_like(param)
+        model.fails_in_backward = group.rank == 1
+        with pytest.raises((ValueError, fddp.PeerError)):
+            ddp(batch(group.rank).requires_grad_()).square().mean().backward()
+        alone(batch(group.rank).requires_grad_()).square().mean().backward()
+        assert_close(grads(model), grads(alone))
+        model.fails_in_backward = False
+        ddp(batch(group.rank).requires_grad_())  # gives the step up
+
+    fddp.loopback(2, run)
 
 
 def test_failures_at_the_start_of_a_step_are_raised_on_all_ranks(

@@ -107,6 +107,23 @@ def test_undefined_gradients_are_zeros_in_the_step_after_a_change() -> None:
     fddp.loopback(2, run)
 
 
+@pytest.mark.parametrize("find", [False, True])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_gradients_to_which_nothing_is_added_are_kept(find: bool) -> None:
+    def run(group: Any) -> None:
+        model = UndefinedGradients(by_batch=False)
+        ddp = DDP(model, process_group=group, find_unused_parameters=find)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        run_backward(ddp, group)
+        kept = [
+            name for name, grad in grads(model).items() if torch.equal(grad, torch.ones_like(grad))
+        ]
+        assert kept == ["scales.1", "scales.3"]
+
+    fddp.loopback(2, run)
+
+
 def test_a_new_layer_is_noticed_at_any_address() -> None:
     """New heads in the place of old ones, which may get the address of those."""
 

@@ -63,6 +63,22 @@ def test_layers_that_any_rank_uses_are_synchronised() -> None:
             assert_close(found[number], wanted)
 
 
+def test_gradients_that_exist_are_written_where_they_are() -> None:
+    """Also those of layers that this rank has not used."""
+
+    def run(group: Any) -> None:
+        ddp = DDP(net(), process_group=group, find_unused_parameters=True)
+        run_backward(ddp, group)
+        before = {name: param.grad for name, param in ddp.module.named_parameters()}
+        ddp.zero_grad(set_to_none=False)
+        run_backward(ddp, group, through=((0, 1), (1, 2))[group.rank])
+        for name, param in ddp.module.named_parameters():
+            assert param.grad is before[name]
+            assert param.grad.any()
+
+    fddp.loopback(2, run)
+
+
 def test_ddps_error_follows_on_every_rank_and_names_parameters() -> None:
     """After a step that is complete, although a rank has not used a layer."""
 

@@ -105,11 +105,12 @@ def test_the_checks_can_fail() -> None:
 # What a timeout says
 
 W = {"w": torch.ones(3)}
+PATIENCE_S = 4.0  # ranks then wait for one second for each other's reports
 
 
 def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
-    first = fddp.GradSync(W, transport=transport, timeout_s=1.5)
-    second = fddp.GradSync(W, transport=transport, timeout_s=1.5)
+    first = fddp.GradSync(W, transport=transport, timeout_s=PATIENCE_S)
+    second = fddp.GradSync(W, transport=transport, timeout_s=PATIENCE_S)
     fddp.psum(W)
     first(W), second(W)
     if case == "swapped":
@@ -117,9 +118,9 @@ def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
     elif rank == 0:
         seen = ending(lambda: first(W))
     elif case == "operator":
-        seen = ending(lambda: fddp.Communicator(timeout_s=1.5))
+        seen = ending(lambda: fddp.Communicator(timeout_s=PATIENCE_S))
     else:
-        time.sleep(2.5)
+        time.sleep(PATIENCE_S + 2.5)
         seen = ending(lambda: None)
     dist.barrier()
     return seen
@@ -149,7 +150,7 @@ def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     seen, _ = ranks.run(2, waiting, transport, "busy")
     assert seen.kinds[0] == "SyncTimeoutError"
     assert "rank 0: waiting for bucket 0 (w) of step 1 of GradSync #1, called at" in seen.text
-    line = line_of(__file__, "time.sleep(2.5)")
+    line = line_of(__file__, "time.sleep(PATIENCE_S + 2.5)")
     assert (
         f"rank 1: at {__file__}:{line} in waiting, from "  # the lines of tests/support/ranks.py
         in seen.text
@@ -288,7 +289,7 @@ def test_swapped_calls_amid_buckets(rank: int, n: int, transport: Any) -> None:
     """A rank in a step of six buckets waits for the last one first, whose word it needs."""
     for pair in ("step", "set_hook"), ("set_hook", "step"):
         options: Any = {"transport": transport, **dict.fromkeys(CAPS, 0.0011)}
-        with fddp.GradSync(LEAVES, timeout_s=1.0, **options) as sync:
+        with fddp.GradSync(LEAVES, timeout_s=PATIENCE_S, **options) as sync:
             assert len(sync.plan.buckets) == 6
             calls = {"step": lambda: sync(LEAVES), "set_hook": lambda: sync._engine.set_hook(None)}
             seen = ending(calls[pair[rank % 2]])
@@ -325,7 +326,7 @@ def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, determinis
     """Sizes differ of what meets: gloo would end the process of such ranks."""
     for pair in PAIRS:
         options: Any = {"transport": transport, "deterministic": deterministic}
-        with fddp.GradSync(BIG, timeout_s=1.0, **options) as sync:
+        with fddp.GradSync(BIG, timeout_s=2.0, **options) as sync:
             sync(BIG)
             seen = ending(lambda: CALLS[pair[rank]](sync))  # noqa: B023
         assert seen.kinds[0] == "DesyncError", seen
@@ -340,7 +341,7 @@ def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, determinis
 def test_a_rank_that_gathers_while_another_takes_a_step(
     rank: int, n: int, transport: Any, other: str
 ) -> None:
-    options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": 1.0}
+    options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": 2.0}
     with fddp.GradSync(BIG, **options) as sync:
         step = sync.value_and_grad(lambda p: p["w"].sum())
         calls: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _weakrefset
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -219,9 +220,11 @@ def test_a_handler_error_is_raised_from_a_wait(ranks: RankPool) -> None:
 def failing_at(number: int) -> Iterator[list[int]]:
     """Raise as a signal handler would, once as many functions were entered or have returned.
 
-    Callbacks of weak references do not count: Python ignores errors in them. Yields a list that
-    holds `number` from then on.
+    Callbacks of weak references and finalizers do not count: Python ignores errors in them. Yields
+    a list that holds `number` from then on.
     """
+    gc.collect()
+    gc.disable()  # finalizers of what earlier calls have left
     signal.signal(signal.SIGUSR2, preempt)
     events = itertools.count(1)
     raised: list[int] = []
@@ -238,6 +241,7 @@ def failing_at(number: int) -> Iterator[list[int]]:
         yield raised
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def fail_at_calls(

@@ -17,10 +17,12 @@ from fddp.transport import open_transport
 from tests.support.chunks import SQUARE
 from tests.support.dtypes import MOVED
 from tests.support.groups import rank_of
+from tests.support.polling import soon
 from tests.support.ranks import TRANSPORTS, launch_fixture, launch_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -382,20 +384,21 @@ def test_a_late_rank_is_named_within_the_timeout(launch: Launch, axes: tuple[str
     assert all(0.9 < s < 2.5 for s in elapsed_s)
 
 
-def opening_late_on_rank(group: Group) -> None:
+def opening_late_on_rank(group: Group, gave_up: Path) -> None:
     """Rank 0 comes when the others have given up twice; then all meet."""
     rank = rank_of(group)
     if rank == 0:
-        time.sleep(1.5)
+        assert soon(lambda: len([*gave_up.iterdir()]) == 2)
     else:
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match=r"opening a .*timeout_s=0.3") as caught:
                 open_transport(group, timeout_s=0.3)
             assert "rank 0" in str(caught.value)
+        (gave_up / f"rank{rank}").touch()
     with open_transport(group, timeout_s=20) as transport:
         transport.exchange(b"all are there")
 
 
 @pytest.mark.slow
-def test_ranks_that_failed_to_open_meet_later(launch: Launch) -> None:
-    launch(3, opening_late_on_rank)
+def test_ranks_that_failed_to_open_meet_later(launch: Launch, tmp_path: Path) -> None:
+    launch(3, opening_late_on_rank, tmp_path)
