@@ -145,7 +145,7 @@ class Twice(nn.Module):
 def test_a_gradient_that_came_twice_before_a_failure_is_kept_whole() -> None:
     def run(group: Any) -> None:
         model, alone = Twice(), Twice()
-        ddp = DDP(model, process_group=group)
+        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
         for module in (model, alone):
             for param in module.parameters():
                 param.grad = torch.ones_like(param)

@@ -49,7 +49,7 @@ def summand(number: int, ranks: int, length: int) -> Tensor:
 
 def trees_over(ranks: int) -> list[SumTree]:
     """Sums over all virtual ranks, and those of each of two hosts, which may leave several."""
-    whole = [VirtualRanks.over(count, ranks).tree for count in (4, 5, 13)]
+    whole = [VirtualRanks.over(count, ranks).tree for count in (4, 5, 13, 15)]
     hosts = [VirtualRanks.over(n, 2 * ranks).stage(1, ranks) for n in (6, 10) if n >= 2 * ranks]
     return [*whole, *chain.from_iterable(hosts)]
 
