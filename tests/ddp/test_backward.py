@@ -126,29 +126,34 @@ def test_a_graph_runs_again_after_an_abort() -> None:
         assert_close(found, wanted)
 
 
-class Twice(nn.Module):
-    """A layer whose gradient arrives twice in one backward pass."""
+class Repeated(nn.Module):
+    """A layer whose gradient arrives `times` times in one backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = net().layers["l0"]
+        self.times = 1
         self.fails_in_backward = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails_in_backward:
             x = call_in_backward(x, fail_in_backward)
-        for _ in range(2):
+        for _ in range(self.times):
             x = checkpoint(self.layer, x, use_reentrant=True, preserve_rng_state=False)
         return x
 
 
-def test_a_gradient_that_came_twice_before_a_failure_is_kept_whole() -> None:
+def test_a_gradient_that_came_again_before_a_failure_is_kept_whole() -> None:
+    """Its bucket was sent after the first time."""
+
     def run(group: Any) -> None:
-        model, alone = Twice(), Twice()
-        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-        for module in (model, alone):
-            for param in module.parameters():
-                param.grad = torch.ones_like(param)
+        model, alone = Repeated(), Repeated()
+        ddp = DDP(model, process_group=group, bucket_cap_mb_list=[1e-6, 1e-6])  # one for each leaf
+        ddp(batch(group.rank).requires_grad_()).square().mean().backward()
+        alone.load_state_dict(model.state_dict())
+        for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+            other.grad = param.grad.clone()
+        model.times = alone.times = 2
         model.fails_in_backward = group.rank == 1
         with pytest.raises((ValueError, fddp.PeerError)):
             ddp(batch(group.rank).requires_grad_()).square().mean().backward()

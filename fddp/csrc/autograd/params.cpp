@@ -121,7 +121,6 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor& grad = leaves_[i].mutable_grad();
       at::Tensor own = std::exchange(saved_grads_[i], {});
-      if (!own.defined() && (had_grad_before_[i] || (grad.defined() && grad.requires_grad()))) own = grad;
       const at::Tensor* const result = tensor_or_none_at(results, i);
       if (result == nullptr) {
         if (own.defined()) grad = own;
