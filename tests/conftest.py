@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import tempfile
+import threading
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import USUAL, examples
@@ -38,6 +41,27 @@ def _folder_of_launchers() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="fddp_", ignore_cleanup_errors=True) as folder,
         mock.patch.dict(os.environ, TMPDIR=folder),
     ):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _states_of_generators_by_threads() -> Iterator[None]:
+    """torch holds the lock of a generator while it makes the tensor of its state. If Python
+    collects garbage then, and a callback runs (Hypothesis and JAX have one), another thread that
+    asks for the state waits for that lock while it holds Python's: a deadlock."""
+    get_rng_state, lock = torch.get_rng_state, threading.Lock()
+
+    def without_collection() -> torch.Tensor:
+        with lock:
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                return get_rng_state()
+            finally:
+                if was_enabled:
+                    gc.enable()
+
+    with mock.patch.object(torch, "get_rng_state", without_collection):
         yield
 
 

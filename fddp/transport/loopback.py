@@ -54,7 +54,8 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     Ranks share the objects that `fn` closes over. Each rank needs its own copy of a module whose
     parameters are swapped during a call, as by `torch.func.functional_call`. Forward-mode levels in
     torch are global to a process, so `torch.func.jvp`, `jacfwd` and `hessian` can't run on two of
-    these ranks at the same time.
+    these ranks at the same time. Pass `preserve_rng_state=False` to checkpoints: torch can deadlock
+    where several threads ask for the state of its default generator while Python collects garbage.
 
     >>> def mean_of_ranks(group):
     ...     with LoopbackTransport(group) as transport:
