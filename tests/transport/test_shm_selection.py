@@ -252,7 +252,7 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         if transport.name == "c10d":
             assert "rank 1: " in transport.reason
         if transport._memory is None:  # else ranks 0 and 2 share memory
-            assert open_file_count() == before
+            assert soon(lambda: open_file_count() <= before)  # noqa: B023
         tensor = part(rank, 5, torch.float32)
         transport.all_reduce(tensor).wait("the sum")
         assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
