@@ -326,7 +326,7 @@ def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, determinis
     """Sizes differ of what meets: gloo would end the process of such ranks."""
     for pair in PAIRS:
         options: Any = {"transport": transport, "deterministic": deterministic}
-        with fddp.GradSync(BIG, timeout_s=2.0, **options) as sync:
+        with fddp.GradSync(BIG, timeout_s=PATIENCE_S, **options) as sync:
             sync(BIG)
             seen = ending(lambda: CALLS[pair[rank]](sync))  # noqa: B023
         assert seen.kinds[0] == "DesyncError", seen
@@ -341,7 +341,7 @@ def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, determinis
 def test_a_rank_that_gathers_while_another_takes_a_step(
     rank: int, n: int, transport: Any, other: str
 ) -> None:
-    options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": 2.0}
+    options: Any = {"algorithm": "reduce_scatter", "transport": transport, "timeout_s": PATIENCE_S}
     with fddp.GradSync(BIG, **options) as sync:
         step = sync.value_and_grad(lambda p: p["w"].sum())
         calls: dict[str, Any] = {
