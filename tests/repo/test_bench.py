@@ -221,8 +221,8 @@ def test_figures_are_computed_not_asserted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     found = figures(Report(2, 3, 0.0, {"tiny": TINY}, ()))
     assert [(f.what, f.case, f.value, f.bound, f.reached) for f in found] == [
-        ("exposed, function / best DDP", "tiny", 0.5, 0.30, False),
-        ("exposed, wrapper / best DDP", "tiny, default", 0.25, 0.35, True),
+        ("exposed, function / best DDP", "tiny", 0.5, 0.20, False),
+        ("exposed, wrapper / best DDP", "tiny, default", 0.25, 0.25, True),
         ("step over gloo, function / best DDP", "tiny", 2.0, 1.0, False),
     ]
     crowded = figures(Report(4, 3, 0.0, {"tiny": TINY}, ()))
