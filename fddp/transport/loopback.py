@@ -27,7 +27,7 @@ from fddp.errors import (
 from fddp.transport.base import Transport, Work
 from fddp.transport.liveness.failure import Failure, check_titles, mismatch_error, to_error
 from fddp.transport.liveness.status import MAX_RANKS_SHOWN, RankStatus, StatusBoard, format_statuses
-from fddp.transport.ordered_sum import sum_along_tree_
+from fddp.transport.tree_sum import sum_along_tree_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -18,7 +18,7 @@ from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.sum_tree import SumTree
 from fddp.testing import schedules
 from fddp.transport import open_transport
-from fddp.transport.ordered_sum import sum_along_tree_
+from fddp.transport.tree_sum import sum_along_tree_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.oracle import find_fault
@@ -71,7 +71,7 @@ def scattered(group: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["loopback", "c10d", "shm"])
-def test_ordered_sums(name: str, request: pytest.FixtureRequest) -> None:
+def test_sums_along_a_tree(name: str, request: pytest.FixtureRequest) -> None:
     for rank, found in enumerate(launch_over(name, request)(4, scattered)):
         *at_once, in_turn = found
         for dtype, result in zip(FORMATS, at_once, strict=True):

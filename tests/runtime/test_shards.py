@@ -17,6 +17,7 @@ import fddp
 from fddp import Topology
 from fddp.testing import assert_mean, gradients, param_trees, schedules, topologies
 from fddp.tree.pytree import flatten
+from tests.support.collectives import on_start
 from tests.support.endings import Ending, ending
 from tests.support.models import (
     batch,
@@ -228,14 +229,12 @@ def test_what_pads_a_bucket_is_zero() -> None:
         with fddp.GradSync(grads, group=group, algorithm="reduce_scatter") as sync:
             engine = sync._engine
             engine._pool._allocate = lambda n, dtype, _: torch.full((n,), math.nan, dtype=dtype)
-            start = engine.transport._start
 
-            def note_and_start(operation: Any) -> Any:
+            def note(operation: Any) -> None:
                 if operation.kind == "reduce_scatter":
                     padding.append(operation.tensor[5:].tolist())
-                return start(operation)
 
-            engine.transport._start = note_and_start  # type: ignore[method-assign]
+            on_start(sync, before=note)
             sync.reduce_scatter(grads)
             sync.value_and_grad(lambda params: params["w"].sum())(grads)
         return padding

@@ -16,7 +16,7 @@ import fddp
 from fddp.core.schedule.sum_tree import SumTree
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.transport import open_transport
-from fddp.transport.ordered_sum import sum_along_tree_
+from fddp.transport.tree_sum import sum_along_tree_
 from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.ranks import Launch, launch_fixture, launch_over

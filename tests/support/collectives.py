@@ -20,19 +20,34 @@ class Issued(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def record_issued(sync: fddp.GradSync) -> list[Issued]:
-    """Return a list that receives each collective which `sync` issues from now on."""
-    issued: list[Issued] = []
+def on_start(
+    sync: fddp.GradSync,
+    before: Callable[[Any], None] = lambda operation: None,
+    after: Callable[[Any, Work], None] = lambda operation, work: None,
+) -> None:
+    """Call functions around the start of each collective that `sync` issues from now on."""
     transport = sync._engine.transport
     start = transport._start
 
-    def note_and_start(operation: Any) -> Any:
+    def observed(operation: Any) -> Work:
+        before(operation)
+        work = start(operation)
+        after(operation, work)
+        return work
+
+    transport._start = observed  # type: ignore[method-assign]
+
+
+def record_issued(sync: fddp.GradSync) -> list[Issued]:
+    """Return a list that receives each collective which `sync` issues from now on."""
+    issued: list[Issued] = []
+
+    def note(operation: Any) -> None:
         tensor = operation.tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         issued.append(Issued(operation.kind, dtype, tensor.numel(), operation.ranks))
-        return start(operation)
 
-    transport._start = note_and_start  # type: ignore[method-assign]
+    on_start(sync, before=note)
     return issued
 
 
@@ -40,11 +55,8 @@ def record_works(sync: fddp.GradSync) -> tuple[list[tuple[str, Work]], list[Work
     """Return lists that receive each collective which `sync` starts, and each that is awaited."""
     started: list[tuple[str, Work]] = []
     awaited: list[Work] = []
-    transport = sync._engine.transport
-    start = transport._start
 
-    def note_and_start(operation: Any) -> Work:
-        work = start(operation)
+    def note(operation: Any, work: Work) -> None:
         wait = work._wait
 
         def note_and_wait(what: str) -> None:
@@ -53,9 +65,8 @@ def record_works(sync: fddp.GradSync) -> tuple[list[tuple[str, Work]], list[Work
 
         work._wait = note_and_wait  # type: ignore[method-assign]
         started.append((str(operation), work))
-        return work
 
-    transport._start = note_and_start  # type: ignore[method-assign]
+    on_start(sync, after=note)
     return started, awaited
 
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from fddp.native import extension
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import ignore_backend_errors
-from fddp.transport.ordered_sum import sum_along_tree_
+from fddp.transport.tree_sum import sum_along_tree_
 
 if TYPE_CHECKING:
     import threading
