@@ -23,6 +23,7 @@ from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.native.operands import first_without_memory, have_derivatives
 from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
+from fddp.native.untraced import untraced
 
 
 class _Operator(torch.autograd.Function):
@@ -54,6 +55,7 @@ class FddpLinear(_Operator):
         return tuple(run(call, leaves))
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
@@ -82,6 +84,7 @@ class FddpMaximum(_Operator):
         ctx.save_for_forward(*shares)
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         totals = _derivative(call, call.derived(call.program.summing, "backward"), cotangents)
@@ -107,6 +110,7 @@ class FddpMeanOnBackward(_Operator):
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         averaging = ctx.call.derived(ctx.call.program.averaging, "backward")
         return (None, *_derivative(ctx.call, averaging, cotangents))
@@ -129,6 +133,7 @@ class FddpScaled(torch.autograd.Function):
         ctx.save_for_forward(inputs[0])
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor]:
         (factor,) = ctx.saved_tensors
         return None, FddpScaled.apply(factor, cotangent)
@@ -157,6 +162,7 @@ class FddpPassed(torch.autograd.Function):
         pass
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         return cotangent
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fddp.core.plan.defaults import FIRST_MB, MIB
-from fddp.runtime.untraced import untraced
+from fddp.native.untraced import untraced
 
 _CALL_MODULE = "call the module within the wrapper"
 

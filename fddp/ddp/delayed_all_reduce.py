@@ -20,6 +20,7 @@ from fddp.core.plan.leaf import MAX_COUNT
 from fddp.ddp.steps import Steps
 from fddp.ddp.weak_callback import weak_callback
 from fddp.native.torch_private import queue_callback
+from fddp.native.untraced import untraced
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
 
@@ -73,6 +74,7 @@ class Delayed:
         register: Any = trigger.register_post_accumulate_grad_hook  # torch has no types for it
         self._handle: RemovableHandle = register(weak_callback(self._ready))
 
+    @untraced()
     def average(self) -> None:
         """Average the current gradients. A collective call.
 

@@ -17,6 +17,7 @@ from torch.nn import Module
 from fddp.core.text import counted
 from fddp.errors import InternalError
 from fddp.native.torch_private import queue_callback
+from fddp.native.untraced import untraced
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.results import Devices
 from fddp.runtime.step import Step
@@ -67,6 +68,7 @@ class MicroBatches:
         if any(leaf.grad is not None for leaf in leaves):
             self._problem = self._problem or RuntimeError(_NOT_CLEARED)
 
+    @untraced()
     def add(self, engine: Engine, leaves: Sequence[Tensor]) -> None:
         """Add the gradients of a backward pass to the sums, and clear them. Warns of an error."""
         self._end = None

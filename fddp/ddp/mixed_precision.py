@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fddp.ddp.parameter_swap import ParameterSwap
 from fddp.ddp.torch_private import cast_forward_inputs
 from fddp.native.torch_private import current_graph_task_id
+from fddp.native.untraced import untraced
 
 
 class Precision(Protocol):
@@ -100,6 +101,7 @@ class _Cast(torch.autograd.Function):
         ctx.dtype = inputs[1]
 
     @staticmethod
+    @untraced()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 

@@ -58,8 +58,8 @@ from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
 from fddp.native.profiling import is_profiled
+from fddp.native.untraced import untraced
 from fddp.runtime.nonfinite import Policy
-from fddp.runtime.untraced import untraced
 from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import TransportName
 
@@ -412,6 +412,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             or finalization.needs_end_of_backward(self._steps.runner)
         )
 
+    @untraced(_COMPILE_MODULE)
     def finalize_backward(self) -> None:
         """Wait for the step's collectives, and write its gradients.
 

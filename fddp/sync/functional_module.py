@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from fddp.core.text import counted
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
-from fddp.runtime.untraced import untraced
+from fddp.native.untraced import untraced
 from fddp.tree.pytree import flatten
 
 _Tensors: TypeAlias = Mapping[str, Tensor]

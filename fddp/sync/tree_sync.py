@@ -9,10 +9,10 @@ from typing import Any
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Schedule
+from fddp.native.untraced import untraced
 from fddp.runtime.inputs import matched_leaves
 from fddp.runtime.results import shards_of
 from fddp.runtime.step import Step
-from fddp.runtime.untraced import untraced
 from fddp.sync.engine import Engine
 from fddp.sync.step_handle import StepHandle, start_step
 from fddp.sync.tree_step import begin_shards, begin_tree, check_fit, sync_tree

@@ -13,6 +13,7 @@ from torch import Tensor
 from fddp.core.protocol.calls import Method
 from fddp.errors import InternalError, LossError
 from fddp.native.autograd_leaves import LeafSet, leaf_set_type
+from fddp.native.untraced import untraced
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
 from fddp.runtime.inputs import (
@@ -26,7 +27,6 @@ from fddp.runtime.inputs import (
 from fddp.runtime.program import Program
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
-from fddp.runtime.untraced import untraced
 from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED

@@ -113,7 +113,7 @@ def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
     for svg in (recorded, kept):
         assert ElementTree.fromstring(svg).tag.endswith("svg")
         shown = re.findall(r">([^<>]+)</text>", svg)
-        titles = [text for text in shown if text.endswith("after backward")]
+        titles = [text for text in shown if text.endswith(" ms after backward")]
         assert [title.partition(":")[0] for title in titles] == [
             "torch DDP over gloo",
             "fddp over shared memory",

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import fddp
 from examples.compiled import Size, example
-from fddp.runtime.untraced import untraced
+from fddp.native.untraced import untraced
 from fddp.tree import pytree as fddp_tree
 from tests.support.models import largest_difference
 from tests.support.pages import run_script

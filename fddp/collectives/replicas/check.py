@@ -30,8 +30,8 @@ from fddp.core.protocol.differences import (
 )
 from fddp.core.text import counted
 from fddp.errors import DesyncError
+from fddp.native.untraced import untraced
 from fddp.runtime.inputs import check_no_transform, outside_tracing
-from fddp.runtime.untraced import untraced
 from fddp.telemetry.call_site import call_chain
 from fddp.transport import Group
 from fddp.tree.describe import leaf_specs

@@ -20,6 +20,7 @@
 
 #include "clock.h"
 #include "tensor/python_lists.h"
+#include "python_entry.h"
 
 namespace py = pybind11;
 using torch::autograd::FunctionPreHook;
@@ -43,7 +44,7 @@ class EndOfBackward {
       driver_.release();  // leaked: the interpreter is being shut down
       return;
     }
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     const py::error_scope error;
     try {
       if (is_current()) {
@@ -59,7 +60,7 @@ class EndOfBackward {
   }
 
   void run() {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     if (is_current()) driver_.attr("finish")(py::arg("required") = required_);
   }
 
@@ -103,7 +104,7 @@ class OutputHook : public FunctionPreHook {
   OutputHook(std::weak_ptr<BackwardWatch> watch, uint32_t output) : watch_(std::move(watch)), output_(output) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     if (const auto watch = watch_.lock()) watch->reach_output();
     return grads;
   }

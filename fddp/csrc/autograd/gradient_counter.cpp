@@ -11,6 +11,7 @@
 
 #include "clock.h"
 #include "tensor/pack.h"
+#include "python_entry.h"
 
 namespace py = pybind11;
 
@@ -35,7 +36,7 @@ class CallableListener : public BucketListener {
   CallableListener& operator=(const CallableListener&) = delete;
 
   void bucket_ready(int64_t bucket) override {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     function_(bucket);
   }
 

@@ -35,6 +35,7 @@
 #include "tensor/checks.h"
 #include "tensor/python_lists.h"
 #include "tensor/storage.h"
+#include "python_entry.h"
 
 namespace py = pybind11;
 using torch::autograd::FunctionPostHook;
@@ -180,7 +181,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
       const std::lock_guard<std::mutex> lock(mutex_);
       if (in_step_ || !watch_->is_watching()) return;
     }
-    py::gil_scoped_acquire gil;
+    const PythonEntry python;
     watch_->reach_first_grad();
   }
 

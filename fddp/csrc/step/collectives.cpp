@@ -1,4 +1,5 @@
 #include "step/collectives.h"
+#include "python_entry.h"
 
 #include <memory>
 #include <string>
@@ -30,11 +31,11 @@ class PendingInPython : public PendingCollective {
   explicit PendingInPython(py::object work) : work_(std::move(work)) {}
 
   bool done() override {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     return work_.get().attr("done").cast<bool>();
   }
   bool wait(const std::function<std::string()>& what) override {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     work_.get().attr("wait")(what());
     return true;
   }
@@ -51,7 +52,7 @@ class CollectivesInPython : public Collectives {
   explicit CollectivesInPython(py::object all_reduce) : all_reduce_(std::move(all_reduce)) {}
 
   std::shared_ptr<PendingCollective> all_reduce(const at::Tensor& tensor, bool average, bool wait_soon) override {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     py::object work =
         all_reduce_.get()(tensor, py::arg("average") = average, py::arg("wait_soon") = wait_soon);
     return std::make_shared<PendingInPython>(std::move(work));

@@ -15,6 +15,7 @@
 #include "clock.h"
 #include "tensor/pack.h"
 #include "tensor/storage.h"
+#include "python_entry.h"
 
 namespace py = pybind11;
 
@@ -189,7 +190,7 @@ void Executor::execute(const Instr& instr) {
   if (instr.kind == InstrKind::kPack) pack(instr);
   if (instr.kind == InstrKind::kReduce || instr.kind == InstrKind::kStart) launch(instr);
   if (instr.kind == InstrKind::kCall) {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     instr.call(step(), is_free_);
   }
 }
@@ -205,7 +206,7 @@ void Executor::pack(const Instr& instr) {
         return;
       } catch (...) {
         const std::exception_ptr error = std::current_exception();
-        const py::gil_scoped_acquire gil;
+        const PythonEntry python;
         const py::cpp_function raise_error(
             torch::wrap_pybind_function([error] { std::rethrow_exception(error); }));
         instr.call(step(), raise_error);
@@ -213,7 +214,7 @@ void Executor::pack(const Instr& instr) {
       }
     }
   }
-  const py::gil_scoped_acquire gil;
+  const PythonEntry python;
   instr.call(step(), py::none());
 }
 
@@ -237,7 +238,7 @@ void Executor::launch(const Instr& instr) {
     const at::Tensor tensor = is_word ? word_ : range_of(memory(instr.bucket), instr.start, instr.stop);
     pending = collectives_->all_reduce(tensor, !is_word && constants_->average, is_free_);
   } else {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     pending = pending_in_python(instr.call(step(), is_free_));
   }
   launch_of_[instr.position] = static_cast<int64_t>(launches_.size());
@@ -247,7 +248,7 @@ void Executor::launch(const Instr& instr) {
 const at::Tensor& Executor::memory(int64_t bucket) {
   at::Tensor& buffer = buffers_[bucket];
   if (!buffer.defined()) {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     at::Tensor made = step().attr("new_memory")(bucket).cast<at::Tensor>();
     if (!buffer.defined()) buffer = std::move(made);
   }
@@ -273,13 +274,13 @@ void Executor::wait_for(Launch& launch) {
     const std::string what = text_of(launch);
     if (!pending->wait([&] { return what; })) {
       // It takes long, or has failed: Python finds out which, and whose fault it is.
-      const py::gil_scoped_acquire gil;
+      const PythonEntry python;
       step().attr("wait")(pending->to_python(), what);
     }
   }
   const double end_s = perf_counter_s();
   if (pending && !pending->notes_waits() && end_s - start_s > kLeastWait_s) {
-    const py::gil_scoped_acquire gil;
+    const PythonEntry python;
     step().attr("note_wait")(start_s, end_s);
   }
   ring_->set_done(record, end_s);

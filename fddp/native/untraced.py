@@ -15,7 +15,7 @@ from fddp.native.torch_private import eval_frame
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def untraced(instead: str, *, callees: bool = True) -> Callable[[Function], Function]:
+def untraced(instead: str = "", *, callees: bool = True) -> Callable[[Function], Function]:
     """Exclude a function from tracing by dynamo, without any cost when it is called.
 
     In a compiled function a call of it is a graph break; with `fullgraph=True`, an error of torch

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace fddp {
+
+// Holds the GIL for a call of Python from C++, with dynamo's frame hook off.
+//
+// A backward pass within a compiled function runs between two graphs, where the hook is on: dynamo
+// would compile the code of a step. Functions that are compiled themselves stay compiled.
+class PythonEntry {
+ public:
+  PythonEntry() : hook_(set_hook(Py_None)) {}
+  ~PythonEntry() {
+    if (hook_ && !hook_.is_none()) {
+      const py::error_scope error;
+      set_hook(hook_.ptr());
+    }
+  }
+  PythonEntry(const PythonEntry&) = delete;
+  PythonEntry& operator=(const PythonEntry&) = delete;
+
+ private:
+  // Return the hook before.
+  static py::object set_hook(PyObject* hook) {
+    static PyObject* const set =
+        py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")).release().ptr();
+    auto before = py::reinterpret_steal<py::object>(PyObject_CallOneArg(set, hook));
+    if (!before) throw py::error_already_set();
+    return before;
+  }
+
+  py::gil_scoped_acquire gil_;
+  py::object hook_;
+};
+
+}  // namespace fddp
