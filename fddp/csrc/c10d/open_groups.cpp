@@ -43,7 +43,10 @@ void leave_open_groups() {
   }
   for (const OpenGroup& open : left) {
     if (const auto messages = open.messages.lock()) messages->close();
-    if (const auto group = open.group.lock()) group->leave();
+    if (const auto group = open.group.lock()) {
+      group->drain();
+      group->leave();
+    }
   }
 }
 

@@ -62,6 +62,19 @@ std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> s
   return sizes;
 }
 
+namespace {
+
+// Inputs of a coalesced call, copied if others of its tensors share their memory.
+std::vector<at::Tensor> read_first(
+    const std::vector<at::Tensor>& inputs, const std::vector<std::vector<at::Tensor>>& outputs) {
+  if (!items_conflict(outputs, inputs)) return inputs;
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& input : inputs) copies.push_back(input.clone());
+  return copies;
+}
+
+}  // namespace
+
 ShmBackend::ShmBackend(
     std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size),
@@ -73,12 +86,13 @@ ShmBackend::ShmBackend(
 }
 
 ShmBackend::~ShmBackend() {
-  close();
+  close(/*drains=*/true);
 }
 
-void ShmBackend::close() {
+void ShmBackend::close(bool drains) {
   if (group_ == nullptr) return;
   without_gil([&] {
+    if (drains) group_->drain();
     messages_->close();
     group_->leave();
   });
@@ -173,6 +187,25 @@ void ShmBackend::start(CollectiveWork& work, shm::Request request) {
   last_ = work.last();
 }
 
+void ShmBackend::await_conflicting(std::vector<TensorRange> ranges, const Collective& work) {
+  if (group_ == nullptr) return;
+  std::vector<Collective> conflicting;
+  {
+    const std::lock_guard lock(in_flight_mutex_);
+    const auto is_over = [](const InFlight& earlier) {
+      const Collective found = earlier.work.lock();
+      return !found || found->is_finished();
+    };
+    while (!in_flight_.empty() && is_over(in_flight_.front())) in_flight_.pop_front();
+    for (const InFlight& earlier : in_flight_) {
+      Collective found = earlier.work.lock();
+      if (found && calls_conflict(earlier.ranges, ranges)) conflicting.push_back(std::move(found));
+    }
+    in_flight_.push_back({std::move(ranges), c10::weak_intrusive_ptr<CollectiveWork>(work)});
+  }
+  for (const Collective& earlier : conflicting) earlier->settle();
+}
+
 void ShmBackend::check_root(int64_t root) const {
   TORCH_CHECK(root >= 0 && root < size_, "rank ", root, " is not in the group of ", size_);
 }
@@ -198,7 +231,9 @@ template <class CallOptions, class Body>
 ShmBackend::WorkPtr ShmBackend::run(
     OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
     const CallOptions& options, const Body& body) {
+  std::vector<TensorRange> ranges = ranges_of(outputs, inputs);
   const auto work = make_work(type, title, inputs, std::move(outputs), options.timeout);
+  await_conflicting(std::move(ranges), work);
   body(*work, !options.asyncOp);
   work->all_started();
   return work;
@@ -238,8 +273,11 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
   return run(
       OpType::ALLREDUCE_COALESCED, "fddp:all_reduce", tensors, {tensors}, options,
       [&](CollectiveWork& work, bool waits) {
+        const bool share = items_conflict({tensors}, {});
         for (const at::Tensor& tensor : tensors) {
-          start_all_reduce(work, tensor, options.reduceOp, waits);
+          const at::Tensor own = share ? tensor.clone() : tensor;
+          if (share) work.after_success([tensor, own] { tensor.copy_(own); });
+          start_all_reduce(work, own, options.reduceOp, waits);
         }
       });
 }
@@ -280,10 +318,11 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(
   return run(
       OpType::ALLGATHER_COALESCED, "fddp:all_gather", inputs, outputs, options,
       [&](CollectiveWork& work, bool waits) {
+        const Tensors sources = read_first(inputs, outputs);
         for (size_t i = 0; i < inputs.size(); ++i) {
           Tensors of_ranks;
           for (const Tensors& list : outputs) of_ranks.push_back(list[i]);
-          start_exchange(work, Tensors(size(), inputs[i]), of_ranks, 0, waits);
+          start_exchange(work, Tensors(size(), sources[i]), of_ranks, 0, waits);
         }
       });
 }
@@ -294,8 +333,9 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
   return run(
       OpType::COALESCED, "fddp:_all_gather_base", inputs, {outputs}, options,
       [&](CollectiveWork& work, bool waits) {
+        const Tensors sources = read_first(inputs, {outputs});
         for (size_t i = 0; i < inputs.size(); ++i) {
-          start_all_gather(work, outputs[i], inputs[i], waits);
+          start_all_gather(work, outputs[i], sources[i], waits);
         }
       });
 }
@@ -363,8 +403,9 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
   return run(
       OpType::COALESCED, "fddp:_reduce_scatter_base", inputs, {outputs}, options,
       [&](CollectiveWork& work, bool waits) {
+        const Tensors sources = read_first(inputs, {outputs});
         for (size_t i = 0; i < inputs.size(); ++i) {
-          start_reduce_scatter(work, outputs[i], inputs[i], options.reduceOp, waits);
+          start_reduce_scatter(work, outputs[i], sources[i], options.reduceOp, waits);
         }
       });
 }

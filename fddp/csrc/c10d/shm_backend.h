@@ -3,6 +3,7 @@
 #pragma once
 
 #include "c10d/shm_work.h"
+#include "c10d/tensor_ranges.h"
 #include "shm/messages.h"
 #include "shm/shm_group.h"
 
@@ -10,6 +11,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,11 +63,13 @@ class ShmBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override;
+  // Leave the group at once.
   void abort() override {
-    close();
+    close(/*drains=*/false);
   }
+  // Leave the group. Operations that all ranks have called complete on all of them.
   void shutdown() override {
-    close();
+    close(/*drains=*/true);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -115,6 +119,11 @@ class ShmBackend : public c10d::Backend {
   WorkPtr run(
       c10d::OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
       const CallOptions& options, const Body& body);
+  // [Note: shared memory of calls]
+  // Each call sees what earlier calls of this rank wrote. A call waits for those in flight that write
+  // its tensors, or use what it writes, before it reads anything. Tensors of one coalesced call that
+  // share memory are copied, so that all are read before any is written.
+  void await_conflicting(std::vector<TensorRange> ranges, const Collective& work);
   Tensors only_for(int64_t root, const at::Tensor& tensor) const;
   Tensors of_root(int64_t root, const TensorLists& lists, const char* problem) const;
   std::shared_ptr<shm::ShmGroup> join_part(
@@ -122,7 +131,7 @@ class ShmBackend : public c10d::Backend {
   WorkPtr message(
       c10d::OpType type, const char* title, Tensors& tensors, size_t peer, int tag);
   void check_root(int64_t root) const;
-  void close();
+  void close(bool drains);
   size_t size() const {
     return static_cast<size_t>(size_);
   }
@@ -167,6 +176,12 @@ class ShmBackend : public c10d::Backend {
   std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it
+  struct InFlight {
+    std::vector<TensorRange> ranges;
+    c10::weak_intrusive_ptr<CollectiveWork> work;
+  };
+  std::mutex in_flight_mutex_;
+  std::deque<InFlight> in_flight_;  // in the order in which they complete
 };
 
 // Checks of arguments, which throw c10::Error.

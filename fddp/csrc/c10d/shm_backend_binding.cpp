@@ -142,6 +142,9 @@ void bind_backend(py::module_& m) {
       .def(
           "collectives_of_steps",
           [](const ShmBackend& backend) { return collectives_in_memory(backend.group()); })
+      .def_property_readonly(
+          "options", [](ShmBackend& backend) { return backend.getBackendOptions(); },
+          "Options with the timeout of the group, as of torch's backends.")
       .def_property_readonly("failure", &failure_of)
       .def_property_readonly("states", &states_of)
       .def("fail", torch::wrap_pybind_function(&fail), py::arg("status"), py::arg("members"))

@@ -63,9 +63,8 @@ std::string in_seconds(shm::Nanoseconds duration) {
   return text;
 }
 
-std::string text_of_failure(const shm::ShmGroup& group, shm::Status status) {
-  const shm::Failure failure = group.failure();
-  switch (status) {
+std::string text_of_failure(const shm::ShmGroup& group, const shm::Failure& failure) {
+  switch (failure.status) {
     case shm::Status::kLost:
       return in_words(failure.blamed) + " left the group, or its process has ended";
     case shm::Status::kTimeout: {

@@ -22,8 +22,8 @@ std::string in_words(const shm::Members& members);
 
 std::string in_seconds(shm::Nanoseconds duration);
 
-// Cause of the end of a group.
-std::string text_of_failure(const shm::ShmGroup& group, shm::Status status);
+// Cause of the end of a group, or of the failure of a message.
+std::string text_of_failure(const shm::ShmGroup& group, const shm::Failure& failure);
 
 // Difference between the operations of the members.
 std::string text_of_mismatch(const std::vector<shm::Signature>& signatures);

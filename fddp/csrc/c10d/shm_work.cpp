@@ -68,6 +68,13 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+void ShmWork::settle() {
+  try {
+    wait();
+  } catch (const std::exception&) {  // which `wait` raises for its callers
+  }
+}
+
 std::vector<at::Tensor> ShmWork::result() {
   TORCH_CHECK(
       isCompleted(), "the result of a work is available once it has completed; wait for it first");
@@ -180,7 +187,7 @@ std::string CollectiveWork::error() const {
       return text_of_mismatch(operation->signatures());
     }
     if (operation->status() != shm::Status::kOk) {
-      return text_of_failure(*group_, operation->status());
+      return text_of_failure(*group_, group_->failure());
     }
   }
   return "";
@@ -231,7 +238,7 @@ std::string MessageWork::error() const {
     case shm::Status::kNoMemory:
       return "no shared memory can be reserved for messages";
     default:
-      return text_of_failure(*group_, message_->status());
+      return text_of_failure(*group_, message_->failure());
   }
 }
 

@@ -54,6 +54,11 @@ class ShmWork : public c10d::Work {
   void after_success(std::function<void()> action) {
     actions_.push_back(std::move(action));
   }
+  bool is_finished() const {
+    return finished_;
+  }
+  // Wait until the work is finished, whether or not it has failed.
+  void settle();
 
  protected:
   // Return true if all operations have completed, waiting for at most `timeout`.

@@ -19,6 +19,7 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(10);
 // only take a processor from them. As long as receives follow each other within this interval, the
 // thread looks for them itself, once in an interval.
 constexpr auto kNapInterval = std::chrono::microseconds(200);
+const Failure kClosed = {Status::kClosed, {}, -1};
 
 }  // namespace
 
@@ -28,7 +29,8 @@ Messages::Messages(std::shared_ptr<ShmGroup> group)
       outbox_offsets_(group_->members(), 0),
       sends_(group_->members()),
       arriving_(group_->members()),
-      arrived_(group_->members()) {}
+      arrived_(group_->members()),
+      broken_(group_->members(), Status::kOk) {}
 
 Messages::~Messages() {
   close();
@@ -66,12 +68,11 @@ MessagePtr Messages::start(MessageRequest request, bool sends) {
       ++started_receives_;
       take_arrived(message, completed);
     }
-    if (closed_ || group_->failure().status != Status::kOk) {
-      const Status failure = group_->failure().status;
-      fail_all(failure == Status::kOk ? Status::kClosed : failure, completed);
-    } else {
-      progress(completed);
-    }
+    const Failure failure = group_->failure();
+    const bool ended = closed_ || failure.status != Status::kOk;
+    if (!ended || (!closed_ && !sends)) progress(completed);
+    if (ended) fail_all(failure.status == Status::kOk ? kClosed : failure, completed);
+    fail_broken(completed);
     if (pending_ != 0 && waiting_threads_ == 0 && !closed_) {
       if (!thread_.joinable()) thread_ = std::thread(&Messages::progress_loop, this);
       if (sends || !napping_) work_.notify_one();
@@ -127,7 +128,7 @@ void Messages::cancel(Message& message) {
         receives_.begin(), receives_.end(),
         [&](const MessagePtr& receive) { return receive.get() == &message; });
     if (found == receives_.end()) return;
-    complete(*found, Status::kClosed, completed);
+    complete(*found, kClosed, completed);
     receives_.erase(found);
   }
   announce(completed);
@@ -151,7 +152,7 @@ void Messages::close() {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    fail_all(Status::kClosed, completed);
+    fail_all(kClosed, completed);
     work_.notify_all();
   }
   wake_all(group_->slot(group_->index()).messages);
@@ -172,7 +173,7 @@ void Messages::announce(Completed& completed) {
 
 void Messages::progress(Completed& completed) {
   for (size_t m = 0; m < sends_.size(); ++m) {
-    if (!sends_[m].empty()) push(m, completed);
+    if (!sends_[m].empty() && broken_[m] == Status::kOk) push(m, completed);
     if (m != group_->index() && is_awaited(m)) pull(m, completed);
   }
 }
@@ -192,6 +193,8 @@ bool Messages::can_progress() const {
 }
 
 bool Messages::is_awaited(size_t sender) const {
+  // What follows a message that was given up in part cannot be read.
+  if (broken_[sender] != Status::kOk && broken_[sender] != Status::kLost) return false;
   if (arriving_[sender]) return true;
   return std::any_of(receives_.begin(), receives_.end(), [&](const MessagePtr& message) {
     return message->peer() == sender || message->peer() == MessageRequest::kAnyMember;
@@ -233,7 +236,7 @@ void Messages::push(size_t receiver, Completed& completed) {
   Outbox* const outbox = outbox_to(receiver);
   if (outbox == nullptr) {
     while (!sends_[receiver].empty()) {
-      complete(sends_[receiver].front(), Status::kNoMemory, completed);
+      complete(sends_[receiver].front(), {Status::kNoMemory, {}, -1}, completed);
       sends_[receiver].pop_front();
     }
     return;
@@ -265,7 +268,7 @@ void Messages::push(size_t receiver, Completed& completed) {
       continue;
     }
     sends_[receiver].pop_front();
-    complete(message, Status::kOk, completed);
+    complete(message, {}, completed);
   }
   if (moved) wake_all(group_->slot(receiver).messages);
 }
@@ -284,7 +287,7 @@ void Messages::pull(size_t sender, Completed& completed) {
       Header header;
       copy_from_ring(reinterpret_cast<char*>(&header), outbox->data, read, sizeof header);
       if (!match_header(sender, header)) {
-        corrupt_.set(sender);
+        broken_[sender] = Status::kCorrupt;
         break;
       }
       read += sizeof header;
@@ -346,7 +349,7 @@ void Messages::finish_arrival(size_t sender, Completed& completed) {
     std::memcpy(message.request_.data, arrival.buffer.data(), arrival.buffer.size());
   }
   if (!fits) message.sent_bytes_ = arrival.header.bytes;
-  complete(arrival.target, fits ? Status::kOk : Status::kMismatch, completed);
+  complete(arrival.target, {fits ? Status::kOk : Status::kMismatch, {}, -1}, completed);
 }
 
 // Start a receive: take a message that has arrived already, or wait for one.
@@ -377,23 +380,55 @@ void Messages::take_arrived(const MessagePtr& message, Completed& completed) {
   receives_.push_back(message);
 }
 
-void Messages::complete(const MessagePtr& message, Status status, Completed& completed) {
+void Messages::complete(const MessagePtr& message, const Failure& failure, Completed& completed) {
   --pending_;
   completed.push_back(message);
-  message->status_.store(status, std::memory_order_release);
+  message->failure_ = failure;
+  message->status_.store(failure.status, std::memory_order_release);
 }
 
-void Messages::fail_all(Status status, Completed& completed) {
-  for (auto& queue : sends_) {
-    for (const MessagePtr& message : queue) complete(message, status, completed);
-    queue.clear();
+// Fail the pending messages of the peers for which `fails(peer)` returns a failure.
+template <class Fails>
+void Messages::fail_if(const Fails& fails, Completed& completed) {
+  const auto check = [&](const MessagePtr& message, size_t peer) {
+    const Failure failure = fails(peer);
+    if (failure.status != Status::kOk) complete(message, failure, completed);
+    return failure.status != Status::kOk;
+  };
+  for (size_t m = 0; m < sends_.size(); ++m) {
+    // All or none: messages to a member follow each other in its outbox.
+    while (!sends_[m].empty() && check(sends_[m].front(), m)) sends_[m].pop_front();
+    std::optional<Arrival>& arriving = arriving_[m];
+    if (arriving && arriving->target && check(arriving->target, m)) arriving.reset();
   }
-  for (const MessagePtr& message : receives_) complete(message, status, completed);
-  receives_.clear();
-  for (auto& arriving : arriving_) {
-    if (arriving && arriving->target) complete(arriving->target, status, completed);
-    arriving.reset();
+  receives_.remove_if([&](const MessagePtr& message) { return check(message, message->peer()); });
+}
+
+void Messages::fail_all(const Failure& failure, Completed& completed) {
+  fail_if([&](size_t) { return failure; }, completed);
+}
+
+// The member that a message is for or from; all others if it may be from any.
+Members Messages::peers_of(size_t peer) const {
+  Members peers;
+  for (size_t m = 0; m < broken_.size(); ++m) {
+    peers[m] = peer == MessageRequest::kAnyMember ? m != group_->index() : m == peer;
   }
+  return peers;
+}
+
+// Fail messages whose peers are all broken.
+void Messages::fail_broken(Completed& completed) {
+  const auto failure_of = [&](size_t peer) {
+    Failure failure = {Status::kOk, peers_of(peer), own_index()};
+    for (size_t m = 0; m < broken_.size(); ++m) {
+      if (!failure.blamed[m]) continue;
+      if (broken_[m] == Status::kOk) return Failure{};
+      failure.status = broken_[m];
+    }
+    return failure;
+  };
+  fail_if(failure_of, completed);
 }
 
 // Check whether the peers of pending messages can still progress. Called without a lock, because the
@@ -407,44 +442,44 @@ void Messages::check_peers() {
   }
   group_->adopt_reported_failure();
   const std::vector<bool> gone = group_->gone();
+  const Failure failure = group_->failure();
   Completed completed;
-  Suspects suspects;
   {
     const std::lock_guard lock(mutex_);
     progress(completed);  // what members sent before they left counts
-    suspects = find_suspects(gone, now);
-  }
-  if (suspects.corrupt.any()) group_->fail(Status::kCorrupt, suspects.corrupt);
-  if (suspects.lost.any()) group_->fail(Status::kLost, suspects.lost);
-  if (suspects.late.any()) group_->fail(Status::kTimeout, suspects.late);
-  const Status failure = group_->failure().status;
-  if (failure != Status::kOk) {
-    const std::lock_guard lock(mutex_);
-    fail_all(failure, completed);
+    find_broken(gone, now);
+    fail_late(now, completed);
+    if (failure.status != Status::kOk) fail_all(failure, completed);
+    fail_broken(completed);
   }
   announce(completed);
 }
 
-Messages::Suspects Messages::find_suspects(
-    const std::vector<bool>& gone, Clock::time_point now) const {
-  Suspects suspects;
-  suspects.corrupt = corrupt_;
-  const size_t left = static_cast<size_t>(std::count(gone.begin(), gone.end(), true));
-  const auto check = [&](const MessagePtr& message, size_t peer) {
-    const bool late = now - message->started_at_ >= group_->timeout();
-    const bool any = peer == MessageRequest::kAnyMember;
-    for (size_t m = 0; m < gone.size(); ++m) {
-      if (m == group_->index() || (!any && m != peer)) continue;
-      if (any ? left + 1 >= gone.size() : gone[m]) suspects.lost.set(m);
-      if (late) suspects.late.set(m);
-    }
+// Note the members to or from which pending messages cannot complete.
+void Messages::find_broken(const std::vector<bool>& gone, Clock::time_point now) {
+  const auto is_late = [&](const MessagePtr& message) {
+    return now - message->started_at_ >= group_->timeout();
   };
-  for (size_t m = 0; m < sends_.size(); ++m) {
-    if (!sends_[m].empty()) check(sends_[m].front(), m);
-    if (arriving_[m] && arriving_[m]->target) check(arriving_[m]->target, m);
+  for (size_t m = 0; m < broken_.size(); ++m) {
+    if (m == group_->index() || broken_[m] != Status::kOk) continue;
+    const bool arrives = arriving_[m] && arriving_[m]->target;
+    if (gone[m] && (!sends_[m].empty() || is_awaited(m))) {
+      broken_[m] = Status::kLost;
+    } else if (
+        (!sends_[m].empty() && is_late(sends_[m].front())) ||
+        (arrives && is_late(arriving_[m]->target))) {
+      broken_[m] = Status::kTimeout;
+    }
   }
-  for (const MessagePtr& message : receives_) check(message, message->peer());
-  return suspects;
+}
+
+// Fail receives of which nothing has arrived in time. Later ones may still succeed.
+void Messages::fail_late(Clock::time_point now, Completed& completed) {
+  receives_.remove_if([&](const MessagePtr& message) {
+    if (now - message->started_at_ < group_->timeout()) return false;
+    complete(message, {Status::kTimeout, peers_of(message->peer()), own_index()}, completed);
+    return true;
+  });
 }
 
 // Sleep until the progress thread has work.

@@ -8,6 +8,11 @@
 //
 // A receiver reads an outbox only while it waits for a message from that sender. Messages that
 // arrive before the one it waits for are kept in private memory until they are received.
+//
+// [Note: failures of messages]
+// A peer that has gone, is too late or wrote invalid data fails its own messages, pending and later
+// ones, and nothing else: operations of the group, and messages of other members, may still complete.
+// What it sent in whole before is received. The end of the group fails all messages.
 
 #pragma once
 
@@ -62,6 +67,10 @@ class Message {
   size_t peer() const {
     return request_.peer;
   }
+  // Why it has failed, valid once it has completed.
+  const Failure& failure() const {
+    return failure_;
+  }
   // Size of the message sent, if it differs from that of the receive.
   uint64_t sent_bytes() const {
     return sent_bytes_;
@@ -75,6 +84,7 @@ class Message {
   uint64_t moved_ = 0;  // bytes sent, including the header
   size_t sender_ = 0;
   uint64_t sent_bytes_ = 0;
+  Failure failure_;
   std::atomic<Status> status_ = Status::kPending;
 };
 
@@ -126,12 +136,6 @@ class Messages {
     std::vector<char> buffer;   // otherwise
   };
   using Completed = std::vector<MessagePtr>;
-  // Members that pending messages will not reach, by reason.
-  struct Suspects {
-    Members lost;
-    Members late;
-    Members corrupt;
-  };
 
   // All with `mutex_` held.
   void progress(Completed& completed);
@@ -142,9 +146,17 @@ class Messages {
   void finish_arrival(size_t sender, Completed& completed);
   void take_arrived(const MessagePtr& message, Completed& completed);
   bool is_awaited(size_t sender) const;
-  Suspects find_suspects(const std::vector<bool>& gone, Clock::time_point now) const;
-  void fail_all(Status status, Completed& completed);
-  void complete(const MessagePtr& message, Status status, Completed& completed);
+  void find_broken(const std::vector<bool>& gone, Clock::time_point now);
+  void fail_late(Clock::time_point now, Completed& completed);
+  void fail_broken(Completed& completed);
+  Members peers_of(size_t peer) const;
+  int own_index() const {
+    return static_cast<int>(group_->index());
+  }
+  void fail_all(const Failure& failure, Completed& completed);
+  template <class Fails>
+  void fail_if(const Fails& fails, Completed& completed);
+  void complete(const MessagePtr& message, const Failure& failure, Completed& completed);
   Outbox* outbox_to(size_t receiver);
   Outbox* outbox_from(size_t sender) const;
   uint64_t readable(size_t sender) const;
@@ -165,7 +177,7 @@ class Messages {
   std::list<MessagePtr> receives_;                // in the order of their start
   std::vector<std::optional<Arrival>> arriving_;  // by sender
   std::vector<std::list<Arrival>> arrived_;       // by sender; not yet received
-  Members corrupt_;  // senders of invalid headers
+  std::vector<Status> broken_;  // by member: why messages to and from it fail; kOk if they do not
   size_t pending_ = 0;
   Clock::time_point checked_at_;
   bool closed_ = false;

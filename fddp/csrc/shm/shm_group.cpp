@@ -18,6 +18,9 @@ namespace {
 
 // Size of the ring of copies, which peers may still read.
 constexpr uint64_t kCopyRingBytes = uint64_t{1} << 20;
+// Longest wait for members that do not execute what they have started.
+constexpr auto kDrainLimit = std::chrono::seconds(5);
+
 size_t processors() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
@@ -381,10 +384,16 @@ std::vector<bool> ShmGroup::gone() const {
 }
 
 void ShmGroup::adopt_reported_failure() {
-  if (is_forked() || first_abandoned() == std::numeric_limits<uint64_t>::max()) return;
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  if (is_forked() || first_abandoned() == kAll) return;
   OperationList to_release;
   const std::lock_guard lock(executor_);
-  end_group(reported_failure(), to_release);
+  const WaitCondition condition = advance(kAll, false, to_release);
+  if (condition.any()) {
+    check_peers(condition, to_release);  // for operations before, which may still complete
+  } else {
+    end_group(reported_failure(), to_release);
+  }
 }
 
 ShmGroup::OperationList::~OperationList() {
@@ -401,6 +410,21 @@ void ShmGroup::fail(Status status, Members blamed) {
   OperationList to_release;
   const std::lock_guard lock(executor_);
   end_group({status, blamed, static_cast<int>(index())}, to_release);
+}
+
+void ShmGroup::drain() {
+  if (is_forked() || is_own_thread()) return;
+  const auto until = Clock::now() + kDrainLimit;
+  while (Clock::now() < until) {
+    OperationPtr front;
+    {
+      const std::lock_guard lock(queue_);
+      if (left_ || pending_.empty()) return;
+      front = pending_.front();
+    }
+    if (!all_posted(front->number() + 1)) return;
+    wait(*front, until - Clock::now());
+  }
 }
 
 void ShmGroup::leave() {

@@ -159,6 +159,9 @@ class ShmGroup {
   // End all pending operations and report the failure to the peers. No-op after the first failure.
   void fail(Status status, Members blamed);
 
+  // Complete the operations that all members have started, as long as the others take part.
+  void drain();
+
   // Leave the group.
   void leave();
 

@@ -295,3 +295,26 @@ atexit.register(end)
 """
     program = _PENDING_CALLBACKS.format(before=before, size=4)
     assert _ends_with_0(tmp_path, program).count("total 2.0") == 2
+
+
+def _timeouts(rank: int, world_size: int) -> tuple[list[float], str]:
+    group = new_fddp_group(5.0)
+    found = []
+    for timeout_s in (5.0, 0.3):
+        group.set_timeout(timedelta(seconds=timeout_s))
+        with fddp.GradSync({"w": torch.ones(3)}, group=group) as sync:
+            found.append(sync._engine.transport.timeout_s)
+    text = ""
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(fddp.SyncTimeoutError) as raised:
+            fddp.pmean(torch.ones(3), group)
+        text = str(raised.value)
+    dist.barrier()
+    return found, text
+
+
+def test_the_timeout_of_the_group_holds_for_the_library(ranks: RankPool) -> None:
+    for rank, (found, text) in enumerate(ranks.run(2, _timeouts)):
+        assert found == [5.0, 0.3]
+        assert ("timeout_s=0.3" in text) == (rank == 0), text
