@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import torch
+from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as is_within_traced_function
 from torch import Tensor
 
 from fddp.core.plan.leaf import ITEM_BYTES
@@ -39,7 +40,7 @@ def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[A
         what: name of the tree, for errors.
 
     Raises:
-        TransformError: a leaf is a tracer.
+        TransformError: a leaf is a tracer, or JAX traces a function around the call.
         TreeMismatchError: torch lacks a leaf's dtype, or a leaf is on several devices or not in CPU
             memory.
     """
@@ -86,7 +87,7 @@ def _problem(arrays: Sequence[jax.Array]) -> tuple[jax.Array, type[FddpError], s
     kinds = zip(map(type, arrays), [array.dtype for array in arrays], strict=True)
     some = dict(zip(kinds, arrays, strict=True)).values()
     checks: list[tuple[Any, Iterable[jax.Array]]]
-    checks = [(_tracer_problem, some), (_dtype_problem, some)]
+    checks = [(_tracer_problem, some), (_staging_problem, arrays[:1]), (_dtype_problem, some)]
     if not _has_one_device():
         checks.append((_place_problem, arrays))
     for problem_of, suspects in checks:
@@ -101,6 +102,19 @@ def _tracer_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
     return TransformError, (
         f"is traced by JAX ({type(array).__name__}) and has no values yet; call this outside of "
         f"jax.jit, jax.grad and jax.vmap, or use fddp.jax.pmean or grad_sync, which work inside"
+    )
+
+
+def _staging_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
+    # Within jax.ensure_compile_time_eval, operations on known values are not traced.
+    if not is_within_traced_function() or not isinstance(
+        jax.lax.stop_gradient(array), jax.core.Tracer
+    ):
+        return None
+    return TransformError, (
+        "has a value, but JAX traces the function around this call (jax.jit, or a branch or body "
+        "of jax.lax): it would run once, while tracing, and not where the program runs; call it "
+        "outside, or use fddp.jax.pmean or grad_sync, which work inside"
     )
 
 

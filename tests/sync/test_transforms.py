@@ -360,3 +360,28 @@ def test_a_chain_of_optax_within_jit_takes_the_operator() -> None:
     for result, text in fddp.loopback(2, run):
         assert result == [-1.0, -1.0]
         assert "fddp.jax.pmean" in text
+
+
+def test_optax_may_not_decide_by_local_gradients() -> None:
+    """A rank with a NaN would replace it by zeros, or leave the others alone, unless the sync is
+    first."""
+
+    def run(group: Any) -> list[str]:
+        params = {"w": jnp.ones(2)}
+        grads = {"w": jnp.array([jnp.nan if group.rank else 1.0, 1.0])}
+        with fddp.GradSync(grads, group=group) as sync:
+            mean = fddp.as_transform(sync)
+            wrong: list[Any] = [
+                optax.apply_if_finite(optax.chain(mean, optax.sgd(1.0)), 5),
+                optax.MultiSteps(optax.chain(mean, optax.sgd(1.0)), 2),
+                optax.conditionally_transform(mean, lambda step: step % 2 == 0),
+                optax.conditionally_mask(mean, lambda step: step % 2 == 0),
+            ]
+            right = optax.chain(mean, optax.apply_if_finite(optax.sgd(1.0), 5))
+            updates, _ = right.update(grads, right.init(params), params)
+            assert updates["w"].tolist() == [0.0, 0.0]
+            return [
+                ending(lambda o=o: o.update(grads, o.init(params), params)).kinds[0] for o in wrong
+            ]
+
+    assert fddp.loopback(2, run) == [["TransformError"] * 4] * 2

@@ -409,6 +409,9 @@ def attempts(group: Any) -> list[tuple[str, str]]:
         for attempt in (
             lambda: jax.jit(sync)(good),
             lambda: jax.grad(lambda tree: sync(tree)["w"].sum())(good),
+            lambda: jax.jit(lambda x: x + sync(good)["w"])(1.0),
+            lambda: jax.lax.cond(False, lambda: sync(good)["w"], lambda: good["w"]),
+            lambda: jax.jit(lambda x: x + fddp.pmean(good, group)["w"])(1.0),
             lambda: sync.reduce_(good),
             lambda: sync.value_and_grad(lambda tree: tree["w"].sum())(good),
             lambda: sync.donate(sync(good)),
@@ -425,6 +428,7 @@ def test_unsupported_uses_of_arrays_are_refused() -> None:
     (
         (jitted, in_jit),
         (graded, in_grad),
+        *around,
         (written, in_place),
         (differentiated, torch_grad),
         (donated, donation),
@@ -433,6 +437,9 @@ def test_unsupported_uses_of_arrays_are_refused() -> None:
     assert jitted == graded == "TransformError"
     assert "leaf 'w' of the gradients is traced by JAX (DynamicJaxprTracer)" in in_jit
     assert "use fddp.jax.pmean or grad_sync, which work inside" in in_grad
+    for kind, text in around:
+        assert kind == "TransformError"
+        assert "has a value, but JAX traces the function around this call" in text
     assert written == differentiated == donated == "TreeMismatchError"
     assert "arrays of JAX can't be written; call sync(grads), which returns new ones" in in_place
     assert "loss, grads = jax.value_and_grad(loss_fn)(params), then grads = sync(grads)" in (
@@ -441,6 +448,23 @@ def test_unsupported_uses_of_arrays_are_refused() -> None:
     assert "leaf 'w' (bucket 0) of the donated gradients is a JAX array" in donation
     assert sent == "PlanMismatchError"
     assert "leaf 'k' of the tree is an array of key<fry>" in key
+
+
+def sync_of_known_values(group: Any) -> list[list[float]]:
+    grads = {"w": jnp.full(2, 2.0 * group.rank)}
+    with fddp.GradSync(grads, group=group) as sync:
+
+        @jax.jit
+        def early(x: Any) -> Any:
+            with jax.ensure_compile_time_eval():
+                return x + sync(grads)["w"]
+
+        results = [early(0.0), jax.grad(lambda x: (x * sync(grads)["w"]).sum())(jnp.ones(2))]
+        return [result.tolist() for result in results]
+
+
+def test_a_sync_while_jax_evaluates() -> None:
+    assert fddp.loopback(2, sync_of_known_values) == [[[1.0, 1.0]] * 2] * 2
 
 
 def test_arrays_elsewhere() -> None:

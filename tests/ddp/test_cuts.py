@@ -1,0 +1,87 @@
+"""Passes after a step that reach parameters from tensors which the module has kept."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fddp
+from fddp.transport import LoopbackGroup
+from tests.support.models import rand
+
+STEPS = 3
+
+
+class Cut(nn.Module):
+    """Two parts. Gradients of the cut between them are passed on by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.penalty = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.before(x)
+        self.cut = self.hidden.detach().requires_grad_()
+        out: Tensor = self.after(self.cut)
+        return out
+
+
+def backward(module: Cut, out: Tensor) -> None:
+    out.square().sum().backward()
+    module.hidden.backward(module.cut.grad)
+    module.penalty.square().sum().backward()
+
+
+def grads(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
+
+
+def wanted(world_size: int, step: int) -> dict[str, Tensor]:
+    module = Cut()
+    for rank in range(world_size):
+        x = rand(2, 4, seed=10 * step + rank, dtype=torch.float32)
+        backward(module, module(x))
+    return {
+        name: p.grad / world_size for name, p in module.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_gradients_before_a_cut_are_averaged(options: dict[str, Any], in_step: bool) -> None:
+    def train(group: LoopbackGroup) -> list[dict[str, Any]]:
+        module = Cut()
+        ddp = fddp.DistributedDataParallel(module, process_group=group, **options)
+        found = []
+        for step in range(STEPS):
+            ddp.zero_grad()
+            x = rand(2, 4, seed=10 * step + group.rank, dtype=torch.float32)
+            with ddp.in_step() if in_step else nullcontext():
+                backward(module, ddp(x))
+            found.append(grads(module))
+        return found
+
+    for found in fddp.loopback(2, train):
+        for step, own in enumerate(found):
+            torch.testing.assert_close(own, wanted(2, step))
+
+
+def test_passes_after_a_step_of_all_parameters_stay_local() -> None:
+    def train(group: LoopbackGroup) -> list[float]:
+        module = nn.Linear(1, 1, bias=False)
+        ddp = fddp.DistributedDataParallel(module, process_group=group)
+        ddp(torch.ones(1, 1)).sum().backward()
+        if group.rank == 1:
+            module(torch.ones(1, 1)).sum().backward()
+        return module.weight.grad.flatten().tolist()
+
+    assert fddp.loopback(2, train) == [[1.0], [2.0]]
