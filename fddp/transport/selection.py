@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fddp.core.protocol.differences import check_equal
+from fddp.core.protocol.messages import decode_all
 from fddp.transport.liveness.failure import check_titles
 from fddp.transport.shm.host_discovery import discover_hosts
 
@@ -23,15 +24,14 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
     A collective call. All ranks get the same kind. The transport is closed if this function raises.
 
     Raises:
-        DesyncError: ranks passed different titles; on every rank.
+        DesyncError: ranks passed different titles, or one sent a malformed text; on every rank.
         PlanMismatchError: ranks passed different names; on every rank.
         ValueError: "shm" is wanted and not available; on every rank.
         FddpError: a failed operation.
     """
     try:
-        received = [
-            text.decode().split("\n") for text in c10d.exchange(f"{wanted}\n{title}".encode())
-        ]
+        texts = c10d.exchange(f"{wanted}\n{title}".encode())
+        received = decode_all(texts, _name_and_title, "opening")
         check_titles({rank: theirs for rank, (_, theirs) in enumerate(received)})
         c10d.set_title(title)
         names = [name for name, _ in received]
@@ -49,6 +49,11 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         c10d.reason,
     )
     return c10d
+
+
+def _name_and_title(text: bytes) -> tuple[str, str]:
+    name, title = text.decode().split("\n")
+    return name, title
 
 
 def _use_memory(c10d: C10dTransport, wanted: str) -> None:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.differences import check_equal
+from fddp.core.protocol.messages import decode_all
 from fddp.core.text import counted
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def own_groups(
         Members of `rank`'s groups by axes, including the group along all axes.
     """
     way_out = "pass the same topology and groups on every rank"
-    received = [request.decode() for request in requests]
+    received = decode_all(requests, bytes.decode, "open_subgroups")
     check_equal(f"open_subgroups on rank {rank}: the mesh", received, way_out)
     if topology.world_size != len(requests):
         raise ValueError(

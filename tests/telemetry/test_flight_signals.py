@@ -141,6 +141,34 @@ def test_a_directory_that_can_not_be_written_to_is_refused_at_once() -> None:
     assert str(error) == "as it was"
 
 
+def test_files_do_not_follow_links(tmp_path: Path) -> None:
+    """Names can be guessed: another user may put links there, to files of this one."""
+    own = tmp_path / "own.txt"
+    own.write_text("kept")
+    with fddp.dump_flights(tmp_path / "flights") as dumps:
+        first = dumps.write("first")
+        stem, _, number = first.stem.rpartition("-")
+        for suffix in (".txt", ".json"):
+            for end in ("", ".part"):
+                name = f"{stem}-{int(number) + 1}{suffix}{end}"
+                (dumps.directory / name).symlink_to(own)
+        second = dumps.write("second")
+    assert own.read_text() == "kept"
+    for path in (second, second.with_suffix(".json")):
+        assert not path.is_symlink()
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    if tmp_path.stat().st_uid == 0:
+        os.chown(tmp_path, 1, -1)
+    with pytest.raises(PermissionError, match=r"belongs to user .*; pass a directory of your own"):
+        fddp.dump_flights(tmp_path)
+
+
 def test_a_flight_that_is_not_whole_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,3 +314,12 @@ def full_on_rank(rank: int, world_size: int) -> None:
 
 def test_memory_that_cannot_be_reserved_is_ordinary(ranks: RankPool) -> None:
     ranks.run(2, full_on_rank)
+
+
+@pytest.mark.parametrize("text", [b"auto", b"auto\nx\ny", b"\xff\nx"])
+def test_a_malformed_opening_names_its_sender(text: bytes) -> None:
+    c10d = mock.Mock()
+    c10d.exchange.return_value = [b"auto\nGradSync", text]
+    with pytest.raises(fddp.DesyncError, match="rank 1 sent a malformed 'opening' message"):
+        choose(c10d, "auto", "GradSync")
+    c10d.close.assert_called_once_with()

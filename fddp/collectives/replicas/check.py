@@ -28,6 +28,7 @@ from fddp.core.protocol.differences import (
     minority_ranks,
     ranks_by_value,
 )
+from fddp.core.protocol.messages import decode_all
 from fddp.core.text import counted
 from fddp.errors import DesyncError
 from fddp.native.untraced import untraced
@@ -235,7 +236,7 @@ def _error(
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     place = communicator.place(())
     texts = handshake.gather_texts(communicator, place, what, own.encode())
-    return [text.decode() for text in texts]
+    return decode_all(texts, bytes.decode, "check_replicas")
 
 
 def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> tuple[int, list[str]]:

@@ -176,7 +176,7 @@ def dump_flights(
         A handle that stops it, also usable as a context manager. The newest one is in effect.
 
     Raises:
-        OSError: the directory cannot be created or written to.
+        OSError: the directory cannot be created or written to, or belongs to another user.
         TypeError: `on_signal` is not a signal.
         ValueError: `on_signal` is used outside of the main thread.
 
@@ -192,6 +192,12 @@ def dump_flights(
         )
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
+    owner = path.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise PermissionError(
+            f"{directory} belongs to user {owner}, who could replace its files; pass a directory "
+            f"of your own"
+        )
     dumps = FlightDumps(path, on_signal)
     dumps._install()
     return dumps
@@ -289,7 +295,13 @@ def _write(path: Path, text: str) -> None:
     half = path.with_suffix(f"{path.suffix}.part")
     _partial_files.add(half)
     try:
-        with half.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with contextlib.suppress(OSError):
+            half.unlink()  # of a killed process with the same number
+        # Never through a link that someone else has put there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(
+            os.open(half, flags, 0o600), "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             file.write(text)
         half.replace(path)
     except BaseException:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from fddp.core.protocol.messages import decode_all
 from fddp.core.text import counted
 from fddp.errors import SyncTimeoutError
 
@@ -44,7 +45,8 @@ class StoreExchange:
             self._store.wait(keys, timedelta(seconds=left_s))
         except RuntimeError as error:
             raise self._missing_error(keys) from error
-        return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
+        texts = [self._store.get(key) for key in keys]
+        return decode_all(texts, lambda text: bytes.fromhex(text.decode()), "store")
 
     def close(self) -> None:
         """End the exchanges. The last rank deletes their keys, which a later group of the same name
