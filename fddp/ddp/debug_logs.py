@@ -27,8 +27,14 @@ def log_rebuilt(buckets: int, caps_bytes: Sequence[int]) -> None:
     """Log that the plan follows the order in which gradients arrived."""
     _log.info("Reducer buckets have been rebuilt in this iteration.")
     if dist.get_debug_level() != dist.DebugLevel.OFF:
-        limits = ", ".join(map(str, caps_bytes))
+        last = len(caps_bytes) - 1
+        limits = ", ".join(str(caps_bytes[min(bucket, last)]) for bucket in range(buckets))
         _log.info("%d buckets rebuilt with size limits: %s bytes.", buckets, limits)
+
+
+def log_builtin_hook(name: str) -> None:
+    """Log that a hook of torch's reducer was registered."""
+    _log.info("Built-in communication hook %s is registered.", name)
 
 
 def log_unused(

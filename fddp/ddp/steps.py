@@ -266,7 +266,7 @@ class Steps:
                     runner.finish(self.passes.note_step())
                     goes_on = runner.micro_batches is None and runner.usage.has_unused()
             except BaseException as error:
-                runner.recorder.set_error_and_log(f"{type(error).__name__}: {error}")
+                runner.recorder.set_error_and_log(str(error))
                 raise
             finally:
                 self.passes.watch(self.passes.expects_grads or goes_on)

@@ -77,7 +77,7 @@ class Usage:
         self.pending = ""
         self._rank = rank
         self._world_size = world_size
-        self._find_unused = find_unused
+        self._find_unused = self._warns_of_none = find_unused
         self._first: frozenset[str] | None = None
         self._passes: list[frozenset[str]] = []  # use on this rank by the steps of `last`
         self._first_passes: list[frozenset[str]] = []
@@ -113,7 +113,8 @@ class Usage:
         if self.last is None or self._is_closed:
             return
         self._is_closed = True
-        if self._first is None and self._find_unused and not self._unused(self.last.here):
+        if self._warns_of_none and not self.static and not self._unused(self.last.here):
+            self._warns_of_none = False
             warnings.warn(_NONE_UNUSED, stacklevel=2)
         self._was_static = self.is_static
         if self._first is None:

@@ -41,6 +41,7 @@ from fddp.ddp.arguments import (
 )
 from fddp.ddp.broadcast import broadcast_module, buffers_of
 from fddp.ddp.comm_hooks import hook_error
+from fddp.ddp.debug_logs import log_builtin_hook
 from fddp.ddp.delayed_all_reduce import Delayed, end_of_backward
 from fddp.ddp.failure_scope import step_scope
 from fddp.ddp.forward_passes import ForwardPasses
@@ -435,7 +436,8 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             check_finalized(self._steps.runner.current)
             pending = self._steps.runner.usage.pending
             if pending:
-                self._log_and_throw(RuntimeError, pending)
+                self.logger.set_error_and_log(pending)
+                raise RuntimeError(pending)
 
     # Ranks with fewer inputs
 
@@ -525,6 +527,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
+        log_builtin_hook(comm_hook_type.name)
 
     def _set_hook(self, hook: Hook[Any], name: str) -> None:
         engine = self.steps.engine
@@ -727,6 +730,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's
+        # Older states lack them.
+        self.__dict__.setdefault("require_forward_param_sync", True)
+        self.__dict__.setdefault("_switch", Switch())
         self.process_group = group_of(Arguments())
         self._attach()
 

@@ -77,6 +77,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": lambda model: _saved(model),
+    "older state": lambda model: _of_older_state(model),
 }
 
 
@@ -85,6 +86,16 @@ def _saved(model: nn.Module) -> nn.Module:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def _of_older_state(model: nn.Module) -> nn.Module:
+    """A copy from a state without the attributes that older versions lack."""
+    state = copy.deepcopy(model.__getstate__())
+    for name in ("require_forward_param_sync", "require_backward_grad_sync", "_switch"):
+        state.pop(name, None)
+    again = type(model).__new__(type(model))
+    again.__setstate__(state)
+    return again
 
 
 def copied(ddp: DDP, rank: int, name: str) -> Iterator[runs.Shot]:

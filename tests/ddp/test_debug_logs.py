@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_steps_of_a_static_graph_are_logged(debug: pytest.LogCaptureFixture) -> 
     assert debug.messages == [
         f"Reducer initialized with bucket_bytes_cap: {cap} first_bucket_bytes_cap: {cap}",
         REBUILT,
-        f"3 buckets rebuilt with size limits: {cap}, {cap} bytes.",
+        f"3 buckets rebuilt with size limits: {cap}, {cap}, {cap} bytes.",
         "[Rank 0]: Parameter(s) (in the format of {param_name, index}): {layers.l1.weight,2}"
         "{layers.l1.bias,3} is(are) unused during first iteration. Since static_graph=True is "
         "enabled for DDP, we expect this set of unused parameters to remain consistent on this "
@@ -57,3 +58,28 @@ def test_without_debugging_only_the_rebuild_is_logged(caplog: pytest.LogCaptureF
     caplog.set_level("INFO", "fddp")
     fddp.loopback(1, steps, [(0, 2)], {})
     assert caplog.messages == [REBUILT]
+
+
+def test_a_built_in_hook_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def register(group: Any) -> None:
+        ddp = DDP(net(), process_group=group)
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+    caplog.set_level("INFO", "fddp")
+    fddp.loopback(1, register)
+    assert caplog.messages[-1] == "Built-in communication hook FP16_COMPRESS is registered."
+
+
+def test_unneeded_detection_is_warned_of_once() -> None:
+    """At the first forward pass after a step of all parameters, unless the graph is static."""
+
+    def warned(group: Any, through: list[tuple[int, ...]], options: dict[str, Any]) -> int:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            steps(group, through, {"find_unused_parameters": True, **options})
+        return sum("did not find any unused parameters" in str(one.message) for one in found)
+
+    some, all_of_them = (0, 2), (0, 1, 2)
+    assert fddp.loopback(1, warned, [some, all_of_them, some, all_of_them, some], {}) == [1]
+    assert fddp.loopback(1, warned, [some, some], {}) == [0]
+    assert fddp.loopback(1, warned, [all_of_them] * 3, {"static_graph": True}) == [0]
