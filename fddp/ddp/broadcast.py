@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fddp.runtime.agreement import exchange
 from fddp.transport import Transport
 
 _SHAPES = MappingOf(str)  # dtype and shape, by name
+_BUFFERS_ALIKE = "keep buffers alike on all ranks, or pass broadcast_buffers=False"
 
 
 def broadcast_module(
@@ -58,14 +60,14 @@ def broadcast_buffers(
     step still needs is replaced by a new tensor instead.
 
     Raises:
-        DesyncError: buffers differ between ranks in name, shape, dtype or layout; on every rank.
+        DesyncError: buffers differ between ranks in name, shape, dtype or layout; on every rank. If
+            they have changed on this rank and not on rank `src`, on this rank.
         RuntimeError: a buffer is a sparse tensor.
     """
     named = buffers_of(module, ignored)
     names = sorted(named)
     own = [named[name].detach() for name in names]
-    _check_alike(transport, names, own)
-    received = broadcast_tensors(transport, own, src)
+    received = _received(transport, names, own, src)
     if transport.rank == src:
         return
     for name, mine, value in zip(names, own, received, strict=True):
@@ -90,19 +92,45 @@ def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
                 submodule._buffers[name] = value
 
 
-def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) -> None:
-    """Compare buffers across ranks if they have changed.
+def _received(transport: Transport, names: list[str], own: list[Tensor], src: int) -> list[Tensor]:
+    """Return rank `src`'s buffers, which are compared across ranks if they have changed there.
 
-    Backends abort the process if sizes differ.
+    Backends hang, or abort the process, if sizes differ. So a rank whose buffers have changed takes
+    part with tensors like those before, and rank `src` tells whether its own have changed.
     """
-    known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
-    if transport.size_cache.get("buffers") == known:
-        return
-    received = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
-    way_out = "keep buffers alike on all ranks, or pass broadcast_buffers=False"
-    _check_equal(received, way_out, DesyncError)
-    _check_dense(names, tensors)
-    transport.size_cache["buffers"] = known
+    if not own:
+        return []
+    shapes = _shapes(names, own)
+    known = transport.size_cache.get("buffers")
+    if known is None:
+        return _received_first(transport, names, own, src)
+    before, like = cast("tuple[dict[str, str], list[Tensor]]", known)
+    has_changed = shapes != before
+    sent = [torch.empty_like(tensor, device=own[0].device) for tensor in like]
+    flag = torch.full((1,), int(has_changed), dtype=like[0].dtype, device=own[0].device)
+    changed, *received = broadcast_tensors(transport, [flag, *(sent if has_changed else own)], src)
+    if changed.item():
+        return _received_first(transport, names, own, src)
+    if has_changed:
+        name = next(n for n in sorted({*shapes, *before}) if shapes.get(n) != before.get(n))
+        raise DesyncError(
+            f"{name!r} of the module is {shapes.get(name, 'missing')} on rank {transport.rank} and "
+            f"{before.get(name, 'missing')} on rank {src}; {_BUFFERS_ALIKE}",
+            path=name,
+            ranks=(transport.rank,),
+        )
+    return received
+
+
+def _received_first(
+    transport: Transport, names: list[str], own: list[Tensor], src: int
+) -> list[Tensor]:
+    shapes = _shapes(names, own)
+    _check_equal(exchange(transport, shapes, _SHAPES, "buffers"), _BUFFERS_ALIKE, DesyncError)
+    _check_dense(names, own)
+    like = [torch.empty_like(tensor, device="meta") for tensor in own]
+    transport.size_cache["buffers"] = shapes, like
+    return broadcast_tensors(transport, own, src)
 
 
 def _check_dense(names: list[str], tensors: list[Tensor]) -> None:

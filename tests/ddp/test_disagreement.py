@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,3 +95,32 @@ def test_the_order_of_buffers_does_not_count(
 ) -> None:
     outcome = launch_over(transport, request)(2, wrap_in_another_order)
     assert outcome == [([0.0, 1.0], [10.0, 11.0])] * 2
+
+
+def change_buffers(group: Any, on: tuple[int, ...]) -> Any:
+    """What a forward pass gives after a buffer's shape has changed on these ranks."""
+    module = Net(b=TWO, c=TWO.long())
+    wrapped = fddp.DistributedDataParallel(module, process_group=group)
+    wrapped(torch.tensor(1.0)).backward()
+    if rank_of(group) in on:
+        module.b = FIVE + rank_of(group)
+    begin_s = time.perf_counter()
+    error = ending(lambda: wrapped(torch.tensor(1.0)))
+    took_s = time.perf_counter() - begin_s
+    fddp.psum(torch.ones(1), group)  # the others have ended their forward pass, too
+    return error.kinds[0], error.text, module.b.tolist(), took_s
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_buffers_whose_shape_changes(request: pytest.FixtureRequest, transport: str) -> None:
+    launch = launch_over(transport, request)
+    for kinds, text, _, took_s in launch(2, change_buffers, (0,)):
+        assert kinds == "DesyncError"
+        assert "'b' of the module is torch.float32 (5,) on rank 0" in text
+        assert took_s < 10.0
+    first, second = launch(2, change_buffers, (1,))
+    assert (first[0], first[2]) == ("no error", TWO.tolist())
+    assert second[0] == "DesyncError"
+    assert "(5,) on rank 1 and torch.float32 (2,) on rank 0; keep buffers alike" in second[1]
+    for kinds, _, value, _ in launch(2, change_buffers, (0, 1)):
+        assert (kinds, value) == ("no error", FIVE.tolist())
