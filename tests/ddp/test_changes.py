@@ -355,3 +355,23 @@ def test_gradients_have_the_strides_of_changed_parameters(options: dict[str, Any
             torch.testing.assert_close(params[name], param.detach())
             torch.testing.assert_close(found[name], param.grad)
         assert all(of_param in (of_grad, None) for of_grad, of_param in strides)
+
+
+def resized(group: Any) -> list[Any]:
+    """Gradients after the memory of a parameter was replaced by one of another shape."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    ddp = fddp.DistributedDataParallel(model, process_group=group)
+    found = []
+    for width in (2, 5, 5, 3):
+        model[0].weight.data = torch.ones(2, width)
+        model[1].weight.data.fill_(2.0)
+        ddp.zero_grad()
+        ddp(torch.full((1, width), 1.0 + group.rank)).sum().backward()
+        found.append(model[0].weight.grad.tolist())
+    return found
+
+
+def test_data_of_another_shape_is_followed() -> None:
+    # The gradient is the input times 2, on average 3.
+    want = [[[3.0] * width] * 2 for width in (2, 5, 5, 3)]
+    assert fddp.loopback(2, resized) == [want] * 2

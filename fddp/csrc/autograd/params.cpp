@@ -69,11 +69,12 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     counts_undefined_ = on;
   }
 
-  // Return true if all hooks are still in place. A parameter whose dtype or device has changed has
-  // a new AccumulateGrad node.
+  // Return true if all hooks are still in place and serve. A parameter whose dtype or device has changed
+  // has a new AccumulateGrad node; that of one whose shape has changed takes gradients of the old shape.
   bool intact() const {
     for (size_t i = 0; i < size(); ++i) {
       if (torch::autograd::impl::try_get_grad_accumulator(leaves_[i]) != accumulators_[i]) return false;
+      if (leaves_[i].sizes() != shapes_[i]) return false;
     }
     return true;
   }
@@ -236,6 +237,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   }
 
   std::vector<Accumulator> accumulators_;
+  std::vector<c10::DimVector> shapes_;   // by leaf, as the accumulators know them
   std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step began
   std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
   std::vector<bool> used_;               // by leaf
@@ -297,6 +299,7 @@ void ParamSet::hook() {
     node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this()));
     node->add_post_hook(std::make_unique<PostAccumulateHook>(weak_from_this(), i));
     accumulators_.push_back(std::move(node));
+    shapes_.emplace_back(leaves_[i].sizes().begin(), leaves_[i].sizes().end());
   }
 }
 
