@@ -78,6 +78,7 @@ class ForwardPasses:
         if changed or not runner.parameters.hooks.intact():
             steps.change()
             logger.renumber(runner.usage.names)
+        runner.parameters.hooks.await_gradients([])
         if is_grad_enabled:
             steps.begin_forward()
         self.run_before(ddp)

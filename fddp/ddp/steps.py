@@ -12,9 +12,9 @@ A rank whose backward reaches an output but no parameter takes part without grad
 backward reaches no output can't know of the others' step, and they time out. From a forward pass
 until the end of a step through its outputs, any gradient belongs to a step, wherever it comes from,
 because the loss may be computed elsewhere. After that step, gradients belong to a step only if an
-output is reached again, or if the step had none for some parameters: the module may have kept a
-tensor from which a later pass reaches them. Such a pass takes a step of its own. Otherwise calling
-the module without its wrapper takes none.
+output is reached again, or if they reach a parameter of which no rank had one: the module may have
+kept a tensor that leads there. Such a pass takes a step of its own. Otherwise calling the module
+without its wrapper takes none.
 
 The hooks are compiled (`BackwardWatch`). The usual pass enters Python at its first gradient and at
 its end only. If a pass is aborted, its graph task frees the end without running it.
@@ -256,7 +256,6 @@ class Steps:
         # The lock is entered again if nobody profiles, which has no effect.
         with torch.profiler.record_function("fddp.finish") if is_profiled() else self.lock:
             self.passes.forget_end()
-            goes_on = False
             try:
                 if runner.current is not None and runner.current.context is not None:
                     runner.open_in_context(runner.current, runner.current.context)
@@ -264,12 +263,11 @@ class Steps:
                     runner.open()
                 if runner.is_begun:
                     runner.finish(self.passes.note_step())
-                    goes_on = runner.micro_batches is None and runner.usage.has_unused()
             except BaseException as error:
                 runner.recorder.set_error_and_log(str(error))
                 raise
             finally:
-                self.passes.watch(self.passes.expects_grads or goes_on)
+                self.passes.watch(self.passes.expects_grads)
                 self.drop()
 
     def _suspend(self, *, required: bool) -> bool:
@@ -339,6 +337,8 @@ class Steps:
         """Leave all gradients alone from now on."""
         self.is_stopped = True
         self.passes.watch(False)
+        if self.is_open:
+            self.runner.parameters.hooks.await_gradients([])
         self.passes.asks_driver = self._asks_always = True
 
     def close(self) -> None:

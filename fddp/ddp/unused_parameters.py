@@ -104,10 +104,6 @@ class Usage:
         is_like_first = first is None or last is None or last.here is first or last.here == first
         return self._was_static and is_like_first
 
-    def has_unused(self) -> bool:
-        """Return True if parameters have had no gradient since the last forward."""
-        return self.last is not None and bool(self._unused(self.last.here))
-
     def begin_forward(self) -> None:
         """Start a new record of use, if a step has ended."""
         if self.last is None or self._is_closed:

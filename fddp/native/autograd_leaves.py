@@ -136,6 +136,10 @@ class ParamSet(GradientCounter, Protocol):
     def intact(self) -> bool:
         """Return True if the hooks are still where gradients will arrive."""
 
+    def await_gradients(self, leaves: Sequence[bool]) -> None:
+        """Let the first gradient of one of these leaves open a step, until one begins, although no
+        output was reached. Empty: none."""
+
     def reset_used(self) -> None:
         """Reset `used` to False for all parameters."""
 

@@ -21,9 +21,10 @@ class Cut(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 1)
         self.penalty = nn.Parameter(torch.ones(3))
+        for seed, param in enumerate(self.parameters()):  # ranks are threads of one generator
+            param.data = rand(*param.shape, seed=seed, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = self.before(x)
@@ -73,6 +74,26 @@ def test_gradients_before_a_cut_are_averaged(options: dict[str, Any], in_step: b
     for found in fddp.loopback(2, train):
         for step, own in enumerate(found):
             torch.testing.assert_close(own, wanted(2, step))
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_used_parameters_are_those_of_any_rank() -> None:
+    """Rank 1 has no gradient for one that rank 0 uses. Later passes stay local on both."""
+
+    def train(group: LoopbackGroup) -> list[list[float]]:
+        module = Cut()
+        ddp = fddp.DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        out = ddp(torch.ones(1, 4))
+        (out + (module.hidden + module.penalty.sum()).sum() * (1 - group.rank)).sum().backward()
+        module(torch.full((1, 4), 1.0 + group.rank)).sum().backward()
+        found = [module.after.bias.grad.tolist()]
+        ddp.zero_grad()
+        backward(module, ddp(torch.ones(1, 4)))
+        return [*found, module.after.bias.grad.tolist()]
+
+    (first, own), (second, same) = fddp.loopback(2, train)
+    assert first == second == [2.0]
+    assert own == same
 
 
 def test_passes_after_a_step_of_all_parameters_stay_local() -> None:

@@ -97,6 +97,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     }
     used_before_ = used_;
     saved_grads_.swap(saved);
+    awaited_.clear();
     in_step_ = true;
   }
 
@@ -177,10 +178,20 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     return aliased > 0 && storage_use_count(buffer) == 1 + aliased;
   }
 
-  void before_accumulation() {
+  // Let the first gradient of one of these leaves open a step until the next one begins, although no
+  // output was reached.
+  void await_gradients(std::vector<bool> leaves) {
+    TORCH_CHECK_VALUE(leaves.empty() || leaves.size() == size(), "expected ", size(), " flags, got ",
+                      leaves.size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    awaited_ = std::move(leaves);
+  }
+
+  void before_accumulation(size_t leaf) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (in_step_ || !watch_->is_watching()) return;
+      const bool is_awaited = !awaited_.empty() && awaited_[leaf];
+      if (in_step_ || !(is_awaited || watch_->is_watching())) return;
     }
     const PythonEntry python;
     watch_->reach_first_grad();
@@ -242,6 +253,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
   std::vector<bool> used_;               // by leaf
   std::vector<bool> used_before_;        // by leaf: when the step began
+  std::vector<bool> awaited_;            // by leaf: opens a step; empty for none
   bool in_step_ = false;                 // between `begin` and `disarm`
   std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
@@ -249,16 +261,17 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
 
 class PreAccumulateHook : public FunctionPreHook {
  public:
-  explicit PreAccumulateHook(std::weak_ptr<ParamSet> set) : set_(std::move(set)) {}
+  PreAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& grads) override {
-    if (const auto set = set_.lock()) set->before_accumulation();
+    if (const auto set = set_.lock()) set->before_accumulation(leaf_);
     return grads;
   }
   void compiled_args(CompiledNodeArgs&) const override {}  // no effect in compiled autograd
 
  private:
   std::weak_ptr<ParamSet> set_;
+  size_t leaf_;
 };
 
 class PostAccumulateHook : public FunctionPostHook {
@@ -296,7 +309,7 @@ void ParamSet::hook() {
       remove_abandoned<PreAccumulateHook>(node->pre_hooks());
       remove_abandoned<PostAccumulateHook>(node->post_hooks());
     }
-    node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this()));
+    node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this(), i));
     node->add_post_hook(std::make_unique<PostAccumulateHook>(weak_from_this(), i));
     accumulators_.push_back(std::move(node));
     shapes_.emplace_back(leaves_[i].sizes().begin(), leaves_[i].sizes().end());
@@ -334,6 +347,7 @@ void bind_params(py::module_& m) {
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
       .def("disarm", &ParamSet::disarm)
+      .def("await_gradients", &ParamSet::await_gradients, py::arg("leaves"))
       .def("reset_used", &ParamSet::reset_used)
       .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
       .def("assign", &ParamSet::assign, py::arg("results"), py::arg("replace"))

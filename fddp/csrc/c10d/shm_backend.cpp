@@ -69,7 +69,7 @@ std::vector<at::Tensor> read_first(
     const std::vector<at::Tensor>& inputs, const std::vector<std::vector<at::Tensor>>& outputs) {
   if (!items_conflict(outputs, inputs)) return inputs;
   std::vector<at::Tensor> copies;
-  for (const at::Tensor& input : inputs) copies.push_back(input.clone());
+  for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
   return copies;
 }
 
@@ -187,8 +187,7 @@ void ShmBackend::start(CollectiveWork& work, shm::Request request) {
   last_ = work.last();
 }
 
-void ShmBackend::await_conflicting(std::vector<TensorRange> ranges, const Collective& work) {
-  if (group_ == nullptr) return;
+void ShmBackend::await_conflicting(const std::vector<TensorRange>& ranges) {
   std::vector<Collective> conflicting;
   {
     const std::lock_guard lock(in_flight_mutex_);
@@ -198,12 +197,17 @@ void ShmBackend::await_conflicting(std::vector<TensorRange> ranges, const Collec
     };
     while (!in_flight_.empty() && is_over(in_flight_.front())) in_flight_.pop_front();
     for (const InFlight& earlier : in_flight_) {
-      Collective found = earlier.work.lock();
-      if (found && calls_conflict(earlier.ranges, ranges)) conflicting.push_back(std::move(found));
+      if (!calls_conflict(earlier.ranges, ranges)) continue;
+      if (Collective found = earlier.work.lock()) conflicting.push_back(std::move(found));
     }
-    in_flight_.push_back({std::move(ranges), c10::weak_intrusive_ptr<CollectiveWork>(work)});
   }
   for (const Collective& earlier : conflicting) earlier->settle();
+}
+
+void ShmBackend::note_in_flight(std::vector<TensorRange> ranges, const Collective& work) {
+  if (group_ == nullptr) return;
+  const std::lock_guard lock(in_flight_mutex_);
+  in_flight_.push_back({std::move(ranges), c10::weak_intrusive_ptr<CollectiveWork>(work)});
 }
 
 void ShmBackend::check_root(int64_t root) const {
@@ -233,8 +237,9 @@ ShmBackend::WorkPtr ShmBackend::run(
     const CallOptions& options, const Body& body) {
   std::vector<TensorRange> ranges = ranges_of(outputs, inputs);
   const auto work = make_work(type, title, inputs, std::move(outputs), options.timeout);
-  await_conflicting(std::move(ranges), work);
+  await_conflicting(ranges);
   body(*work, !options.asyncOp);
+  note_in_flight(std::move(ranges), work);
   work->all_started();
   return work;
 }
@@ -275,7 +280,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
       [&](CollectiveWork& work, bool waits) {
         const bool share = items_conflict({tensors}, {});
         for (const at::Tensor& tensor : tensors) {
-          const at::Tensor own = share ? tensor.clone() : tensor;
+          const at::Tensor own = share ? tensor.clone(at::MemoryFormat::Contiguous) : tensor;
           if (share) work.after_success([tensor, own] { tensor.copy_(own); });
           start_all_reduce(work, own, options.reduceOp, waits);
         }
@@ -448,14 +453,15 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
 // programs look for.
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   if (group_ == nullptr) return;
-  constexpr int32_t kTag = std::numeric_limits<int32_t>::min();
+  // Another tag for each call: a rank that was late for one must not pass the next.
+  const int32_t tag = std::numeric_limits<int32_t>::min() + static_cast<int32_t>(monitored_++ % (1 << 30));
   const auto limit =
       options.timeout == c10d::kUnsetTimeout ? options_->timeout : options.timeout;
   const auto until = shm::Clock::now() + limit;
-  char word = 0;
+  const auto word = std::make_shared<char>(0);  // a message may outlive the call
   std::vector<shm::MessagePtr> received(static_cast<size_t>(size_));
   const auto receive_from = [&](size_t rank) {
-    received[rank] = messages_->receive({rank, kTag, &word, 1, nullptr, nullptr});
+    received[rank] = messages_->receive({rank, tag, word.get(), 1, word, nullptr});
   };
   const auto has_arrived = [&](size_t rank) {
     const auto left = std::max<shm::Nanoseconds>(until - shm::Clock::now(), shm::Nanoseconds(0));
@@ -464,7 +470,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait
     return false;
   };
   const auto send_to = [&](size_t rank) {
-    messages_->wait(*messages_->send({rank, kTag, &word, 1, nullptr, nullptr}), limit);
+    messages_->wait(*messages_->send({rank, tag, word.get(), 1, word, nullptr}), limit);
   };
   if (rank_ != 0) {
     send_to(0);

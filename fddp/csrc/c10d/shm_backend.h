@@ -123,7 +123,8 @@ class ShmBackend : public c10d::Backend {
   // Each call sees what earlier calls of this rank wrote. A call waits for those in flight that write
   // its tensors, or use what it writes, before it reads anything. Tensors of one coalesced call that
   // share memory are copied, so that all are read before any is written.
-  void await_conflicting(std::vector<TensorRange> ranges, const Collective& work);
+  void await_conflicting(const std::vector<TensorRange>& ranges);
+  void note_in_flight(std::vector<TensorRange> ranges, const Collective& work);
   Tensors only_for(int64_t root, const at::Tensor& tensor) const;
   Tensors of_root(int64_t root, const TensorLists& lists, const char* problem) const;
   std::shared_ptr<shm::ShmGroup> join_part(
@@ -174,6 +175,7 @@ class ShmBackend : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_ = 0;
   std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
+  std::atomic<uint64_t> monitored_ = 0;  // number of monitored barriers so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it
   struct InFlight {

@@ -211,8 +211,12 @@ void ShmBackend::start_reduce_scatter(
       input.numel() == output.numel() * size_, "the input must have ", output.numel() * size_,
       " elements, ", size_, " times as many as the output, got ", input.numel());
   const bool scaled = op.op_ == ReduceOp::PREMUL_SUM;
-  const at::Tensor sent = readable(work, scaled ? premultiplied(input, op) : input);
+  at::Tensor sent = readable(work, scaled ? premultiplied(input, op) : input);
   const at::Tensor received = writable(work, output, /*with_values=*/false);
+  const char* const own = data_of(sent) + static_cast<int64_t>(received.nbytes()) * rank_;
+  if (data_of(received) != own && share_memory({received}, {sent})) {
+    sent = readable(work, sent.clone());  // others read the chunks that this rank would overwrite
+  }
   const Signature signature = reduction_signature(Kind::kReduceScatter, sent, op, 0);
   if (group_ == nullptr) {
     std::memmove(data_of(received), data_of(sent), sent.nbytes());
@@ -229,6 +233,10 @@ void ShmBackend::start_exchange(
     bool waits) {
   const at::ScalarType dtype = dtype_of(inputs, outputs);
   auto buffers = std::make_shared<shm::ExchangeBuffers>();
+  // Others read an input while this rank writes what it receives from them.
+  Tensors from_others = outputs;
+  from_others[static_cast<size_t>(rank_)] = at::Tensor();
+  const bool overlaps = share_memory(from_others, inputs);
   at::Tensor latest;  // equal inputs follow each other
   at::Tensor dense;
   for (const at::Tensor& input : inputs) {
@@ -239,7 +247,9 @@ void ShmBackend::start_exchange(
     TORCH_CHECK(
         input.scalar_type() == dtype, "the inputs have different dtypes: ", dtype, " and ",
         input.scalar_type());
-    if (!latest.defined() || !latest.is_same(input)) dense = readable(work, input);
+    if (!latest.defined() || !latest.is_same(input)) {
+      dense = readable(work, overlaps ? input.clone(at::MemoryFormat::Contiguous) : input);
+    }
     latest = input;
     buffers->sources.push_back({data_of(dense), dense.nbytes()});
   }
@@ -265,7 +275,8 @@ void ShmBackend::start_all_to_all(
       output.tensor.scalar_type() == dtype, "the dtypes of output and input differ: ",
       output.tensor.scalar_type(), " and ", dtype);
   const at::Tensor received = writable(work, output.tensor, /*with_values=*/false);
-  const at::Tensor sent = readable(work, input.tensor);
+  at::Tensor sent = readable(work, input.tensor);
+  if (share_memory({received}, {sent})) sent = readable(work, sent.clone());
   auto buffers = std::make_shared<shm::ExchangeBuffers>();
   const auto add_parts = [&](const at::Tensor& tensor, const auto& sizes, auto& parts) {
     const int64_t rows = tensor.dim() == 0 ? 0 : tensor.size(0);

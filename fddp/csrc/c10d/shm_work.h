@@ -54,6 +54,13 @@ class ShmWork : public c10d::Work {
   void after_success(std::function<void()> action) {
     actions_.push_back(std::move(action));
   }
+  // The tensors, while others refer to the work weakly.
+  void release_resources() override {
+    outputs_.clear();
+    kept_.clear();
+    actions_.clear();
+    future_.reset();
+  }
   bool is_finished() const {
     return finished_;
   }
@@ -80,7 +87,7 @@ class ShmWork : public c10d::Work {
  private:
   void settle_future();
 
-  const std::vector<std::vector<at::Tensor>> outputs_;
+  std::vector<std::vector<at::Tensor>> outputs_;
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> actions_;
   std::once_flag once_;

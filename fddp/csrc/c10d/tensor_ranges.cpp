@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace fddp {
 namespace {
@@ -16,6 +17,19 @@ void append(std::vector<TensorRange>& ranges, const std::vector<at::Tensor>& ten
     const char* const end = begin + (last + 1) * static_cast<int64_t>(tensor.itemsize());
     ranges.push_back({begin, end, is_written, item});
   }
+}
+
+// Return true if one item writes memory that another one reads or writes.
+bool have_conflict(std::vector<TensorRange> ranges) {
+  const auto is_before = [](const TensorRange& a, const TensorRange& b) { return a.begin < b.begin; };
+  std::sort(ranges.begin(), ranges.end(), is_before);
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    for (size_t j = i + 1; j < ranges.size() && ranges[j].begin < ranges[i].end; ++j) {
+      const bool writes = ranges[i].is_written || ranges[j].is_written;
+      if (writes && ranges[i].item != ranges[j].item) return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -37,18 +51,15 @@ bool calls_conflict(const std::vector<TensorRange>& one, const std::vector<Tenso
   return false;
 }
 
+bool share_memory(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  std::vector<TensorRange> ranges = ranges_of({outputs}, inputs);
+  for (TensorRange& range : ranges) range.item = range.is_written ? 0 : 1;
+  return have_conflict(std::move(ranges));
+}
+
 bool items_conflict(
     const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs) {
-  std::vector<TensorRange> ranges = ranges_of(outputs, inputs);
-  const auto is_before = [](const TensorRange& a, const TensorRange& b) { return a.begin < b.begin; };
-  std::sort(ranges.begin(), ranges.end(), is_before);
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    for (size_t j = i + 1; j < ranges.size() && ranges[j].begin < ranges[i].end; ++j) {
-      const bool writes = ranges[i].is_written || ranges[j].is_written;
-      if (writes && ranges[i].item != ranges[j].item) return true;
-    }
-  }
-  return false;
+  return have_conflict(ranges_of(outputs, inputs));
 }
 
 }  // namespace fddp

@@ -21,6 +21,9 @@ struct TensorRange {
 std::vector<TensorRange> ranges_of(
     const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs);
 
+// Return true if an output of a call shares memory with an input.
+bool share_memory(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
 // Return true if one call writes memory that the other one reads or writes.
 bool calls_conflict(const std::vector<TensorRange>& one, const std::vector<TensorRange>& other);
 

@@ -30,7 +30,8 @@ Messages::Messages(std::shared_ptr<ShmGroup> group)
       sends_(group_->members()),
       arriving_(group_->members()),
       arrived_(group_->members()),
-      broken_(group_->members(), Status::kOk) {}
+      broken_sends_(group_->members(), Status::kOk),
+      broken_receives_(group_->members(), Status::kOk) {}
 
 Messages::~Messages() {
   close();
@@ -38,6 +39,7 @@ Messages::~Messages() {
   for (size_t m = 0; m < outboxes_.size(); ++m) {
     const Outbox* const outbox = outboxes_[m];
     if (outbox != nullptr && outbox->read.load() == outbox->written.load()) {
+      group_->slot(group_->index()).outboxes[m].store(0);  // first: the peer looks there
       group_->options().arena->free(outbox_offsets_[m]);
     }
   }
@@ -173,7 +175,7 @@ void Messages::announce(Completed& completed) {
 
 void Messages::progress(Completed& completed) {
   for (size_t m = 0; m < sends_.size(); ++m) {
-    if (!sends_[m].empty() && broken_[m] == Status::kOk) push(m, completed);
+    if (!sends_[m].empty() && broken_sends_[m] == Status::kOk) push(m, completed);
     if (m != group_->index() && is_awaited(m)) pull(m, completed);
   }
 }
@@ -194,7 +196,8 @@ bool Messages::can_progress() const {
 
 bool Messages::is_awaited(size_t sender) const {
   // What follows a message that was given up in part cannot be read.
-  if (broken_[sender] != Status::kOk && broken_[sender] != Status::kLost) return false;
+  const Status broken = broken_receives_[sender];
+  if (broken != Status::kOk && broken != Status::kLost) return false;
   if (arriving_[sender]) return true;
   return std::any_of(receives_.begin(), receives_.end(), [&](const MessagePtr& message) {
     return message->peer() == sender || message->peer() == MessageRequest::kAnyMember;
@@ -287,7 +290,7 @@ void Messages::pull(size_t sender, Completed& completed) {
       Header header;
       copy_from_ring(reinterpret_cast<char*>(&header), outbox->data, read, sizeof header);
       if (!match_header(sender, header)) {
-        broken_[sender] = Status::kCorrupt;
+        broken_receives_[sender] = Status::kCorrupt;
         break;
       }
       read += sizeof header;
@@ -387,31 +390,31 @@ void Messages::complete(const MessagePtr& message, const Failure& failure, Compl
   message->status_.store(failure.status, std::memory_order_release);
 }
 
-// Fail the pending messages of the peers for which `fails(peer)` returns a failure.
+// Fail the pending messages for which `fails(peer, sends)` returns a failure.
 template <class Fails>
 void Messages::fail_if(const Fails& fails, Completed& completed) {
-  const auto check = [&](const MessagePtr& message, size_t peer) {
-    const Failure failure = fails(peer);
+  const auto check = [&](const MessagePtr& message, size_t peer, bool sends) {
+    const Failure failure = fails(peer, sends);
     if (failure.status != Status::kOk) complete(message, failure, completed);
     return failure.status != Status::kOk;
   };
   for (size_t m = 0; m < sends_.size(); ++m) {
-    // All or none: messages to a member follow each other in its outbox.
-    while (!sends_[m].empty() && check(sends_[m].front(), m)) sends_[m].pop_front();
+    while (!sends_[m].empty() && check(sends_[m].front(), m, true)) sends_[m].pop_front();
     std::optional<Arrival>& arriving = arriving_[m];
-    if (arriving && arriving->target && check(arriving->target, m)) arriving.reset();
+    if (arriving && arriving->target && check(arriving->target, m, false)) arriving.reset();
   }
-  receives_.remove_if([&](const MessagePtr& message) { return check(message, message->peer()); });
+  receives_.remove_if(
+      [&](const MessagePtr& message) { return check(message, message->peer(), false); });
 }
 
 void Messages::fail_all(const Failure& failure, Completed& completed) {
-  fail_if([&](size_t) { return failure; }, completed);
+  fail_if([&](size_t, bool) { return failure; }, completed);
 }
 
 // The member that a message is for or from; all others if it may be from any.
 Members Messages::peers_of(size_t peer) const {
   Members peers;
-  for (size_t m = 0; m < broken_.size(); ++m) {
+  for (size_t m = 0; m < sends_.size(); ++m) {
     peers[m] = peer == MessageRequest::kAnyMember ? m != group_->index() : m == peer;
   }
   return peers;
@@ -419,12 +422,13 @@ Members Messages::peers_of(size_t peer) const {
 
 // Fail messages whose peers are all broken.
 void Messages::fail_broken(Completed& completed) {
-  const auto failure_of = [&](size_t peer) {
+  const auto failure_of = [&](size_t peer, bool sends) {
+    const std::vector<Status>& broken = sends ? broken_sends_ : broken_receives_;
     Failure failure = {Status::kOk, peers_of(peer), own_index()};
-    for (size_t m = 0; m < broken_.size(); ++m) {
+    for (size_t m = 0; m < broken.size(); ++m) {
       if (!failure.blamed[m]) continue;
-      if (broken_[m] == Status::kOk) return Failure{};
-      failure.status = broken_[m];
+      if (broken[m] == Status::kOk) return Failure{};
+      failure.status = broken[m];
     }
     return failure;
   };
@@ -455,31 +459,35 @@ void Messages::check_peers() {
   announce(completed);
 }
 
+bool Messages::is_late(const MessagePtr& message, Clock::time_point now) const {
+  return now - message->started_at_ >= group_->timeout();
+}
+
 // Note the members to or from which pending messages cannot complete.
 void Messages::find_broken(const std::vector<bool>& gone, Clock::time_point now) {
-  const auto is_late = [&](const MessagePtr& message) {
-    return now - message->started_at_ >= group_->timeout();
-  };
-  for (size_t m = 0; m < broken_.size(); ++m) {
-    if (m == group_->index() || broken_[m] != Status::kOk) continue;
+  for (size_t m = 0; m < gone.size(); ++m) {
+    if (m == group_->index()) continue;
+    const bool sends = !sends_[m].empty();
     const bool arrives = arriving_[m] && arriving_[m]->target;
-    if (gone[m] && (!sends_[m].empty() || is_awaited(m))) {
-      broken_[m] = Status::kLost;
-    } else if (
-        (!sends_[m].empty() && is_late(sends_[m].front())) ||
-        (arrives && is_late(arriving_[m]->target))) {
-      broken_[m] = Status::kTimeout;
+    if (gone[m] && (sends || is_awaited(m))) {
+      broken_sends_[m] = broken_receives_[m] = Status::kLost;
     }
+    if (sends && sends_[m].front()->moved_ != 0 && is_late(sends_[m].front(), now)) {
+      broken_sends_[m] = Status::kTimeout;
+    }
+    if (arrives && is_late(arriving_[m]->target, now)) broken_receives_[m] = Status::kTimeout;
   }
 }
 
-// Fail receives of which nothing has arrived in time. Later ones may still succeed.
+// Fail late messages of which nothing was moved. Later ones may still succeed.
 void Messages::fail_late(Clock::time_point now, Completed& completed) {
-  receives_.remove_if([&](const MessagePtr& message) {
-    if (now - message->started_at_ < group_->timeout()) return false;
+  const auto fails = [&](const MessagePtr& message) {
+    if (message->moved_ != 0 || !is_late(message, now)) return false;
     complete(message, {Status::kTimeout, peers_of(message->peer()), own_index()}, completed);
     return true;
-  });
+  };
+  receives_.remove_if(fails);
+  for (auto& queue : sends_) queue.erase(std::remove_if(queue.begin(), queue.end(), fails), queue.end());
 }
 
 // Sleep until the progress thread has work.

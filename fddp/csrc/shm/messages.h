@@ -10,9 +10,10 @@
 // arrive before the one it waits for are kept in private memory until they are received.
 //
 // [Note: failures of messages]
-// A peer that has gone, is too late or wrote invalid data fails its own messages, pending and later
-// ones, and nothing else: operations of the group, and messages of other members, may still complete.
-// What it sent in whole before is received. The end of the group fails all messages.
+// A peer that has gone, is late or wrote invalid data fails its own messages and nothing else:
+// operations of the group, and messages of other members, may still complete. Later messages fail, too,
+// if the peer has gone, or if a part of one was moved in the same direction, which leaves no place for
+// the next. What a peer sent in whole is received. The end of the group fails all messages.
 
 #pragma once
 
@@ -156,6 +157,7 @@ class Messages {
   void fail_all(const Failure& failure, Completed& completed);
   template <class Fails>
   void fail_if(const Fails& fails, Completed& completed);
+  bool is_late(const MessagePtr& message, Clock::time_point now) const;
   void complete(const MessagePtr& message, const Failure& failure, Completed& completed);
   Outbox* outbox_to(size_t receiver);
   Outbox* outbox_from(size_t sender) const;
@@ -177,7 +179,9 @@ class Messages {
   std::list<MessagePtr> receives_;                // in the order of their start
   std::vector<std::optional<Arrival>> arriving_;  // by sender
   std::vector<std::list<Arrival>> arrived_;       // by sender; not yet received
-  std::vector<Status> broken_;  // by member: why messages to and from it fail; kOk if they do not
+  // By member: why messages to it, and from it, fail; kOk if they do not.
+  std::vector<Status> broken_sends_;
+  std::vector<Status> broken_receives_;
   size_t pending_ = 0;
   Clock::time_point checked_at_;
   bool closed_ = false;
