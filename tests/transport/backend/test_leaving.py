@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.backends import new_fddp_group
+import fddp
+from tests.support.backends import as_default, new_fddp_group
 from tests.support.ranks import RankPool, run_fresh
 
 SIZES = (3, 20_000, 300_000)  # copied, staged, and staged in segments
@@ -153,5 +158,93 @@ def shared(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_calls_whose_tensors_share_memory(ranks: RankPool) -> None:
-    ranks.run(2, shared)
+def interleaved(rank: int, world_size: int) -> None:
+    """Tensors that share no memory, in ranges that overlap: of one call, and of two threads."""
+    group = new_fddp_group()
+    x = torch.arange(24.0).view(4, 6)
+    dist.all_reduce_coalesced([x.t()[0::2], x.t()[1::2]], group=group)
+    assert x.tolist() == (2 * torch.arange(24.0)).view(4, 6).tolist()
+    rows = torch.ones(300, 2)
+
+    def sum_column(column: int) -> None:
+        for _ in range(20):
+            rows[:, column] = 1.0
+            dist.all_reduce(rows[:, column], group=group)  # in any order: all are ones
+            assert bool(rows[:, column].eq(2).all())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(sum_column, range(2)))
+
+
+def in_one_call(rank: int, world_size: int) -> None:
+    """Inputs that a call overwrites with what other ranks send."""
+    group = new_fddp_group()
+    for numel in SIZES:
+        for empty in (torch.empty, partial(fddp.empty_shared, group=group)):
+            own = torch.full((numel,), float(rank))
+            whole = empty(2 * numel)
+            slots = list(whole.chunk(2))
+            slots[1 - rank].copy_(own)
+            dist.all_gather(slots, slots[1 - rank], group)
+            assert [slot[-1].item() for slot in slots] == [0.0, 1.0]
+            for row, slot in enumerate(slots):
+                slot.fill_(10.0 * rank + row)
+            dist.all_to_all(slots, slots, group)
+            assert [slot[-1].item() for slot in slots] == [rank, 10.0 + rank]
+            for row, slot in enumerate(slots):
+                slot.fill_(10.0 * rank + row)
+            dist.all_to_all_single(whole, whole, group=group)
+            assert [slot[-1].item() for slot in slots] == [rank, 10.0 + rank]
+            whole.fill_(1.0)
+            dist.reduce_scatter_tensor(slots[1 - rank], whole, group=group)
+            assert slots[1 - rank].eq(2).all()
+
+
+@pytest.mark.parametrize("calls", [shared, interleaved, in_one_call])
+def test_calls_whose_tensors_share_memory(
+    ranks: RankPool, calls: Callable[[int, int], None]
+) -> None:
+    ranks.run(2, calls)
+
+
+def tensors_are_freed(rank: int, world_size: int) -> bool:
+    group = new_fddp_group()
+    tensor = torch.ones(300_000)
+    freed = weakref.ref(tensor.untyped_storage())
+    dist.all_reduce(tensor, group=group)
+    memory = weakref.finalize(tensor, lambda: None)
+    del tensor
+    return freed() is None or not memory.alive
+
+
+def test_a_finished_call_keeps_no_tensor(ranks: RankPool) -> None:
+    assert ranks.run(2, tensors_are_freed) == [True, True]
+
+
+def left_outboxes(rank: int, world_size: int) -> None:
+    """Memory of a group that one rank has left is used again; the other writes nothing there."""
+    for _ in range(5):
+        group = new_fddp_group()
+        word = torch.ones(3)
+        if rank == 1:
+            dist.send(word, group=group, group_dst=0)
+        else:
+            dist.recv(word, group=group, group_src=1)
+            pending = dist.irecv(word, group=group, group_src=1)
+        dist.barrier()
+        if rank == 1:
+            dist.destroy_process_group(group)
+            others = [fddp.empty_shared(70_000, dtype=torch.float32).zero_() for _ in range(4)]
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1 left the group"):
+                pending.wait()
+        dist.barrier()
+        if rank == 1:
+            assert all(bool(other.eq(0).all()) for other in others)
+        else:
+            dist.destroy_process_group(group)
+
+
+def test_memory_of_messages_is_used_again(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, as_default, str(tmp_path), left_outboxes)
