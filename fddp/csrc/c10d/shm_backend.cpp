@@ -40,41 +40,6 @@ const std::vector<at::Tensor>& only_list(
   return lists[0];
 }
 
-std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
-  if (sizes.empty()) {
-    TORCH_CHECK(
-        tensor.dim() > 0 && tensor.size(0) % n == 0, "a tensor of shape ", tensor.sizes(),
-        " cannot be divided along its first dimension into ", n, " equal parts");
-    sizes.assign(static_cast<size_t>(n), tensor.size(0) / n);
-  }
-  TORCH_CHECK(
-      sizes.size() == static_cast<size_t>(n), "expected one split size for each of the ", n,
-      " ranks, got ", sizes.size());
-  int64_t sum = 0;
-  for (const int64_t size : sizes) {
-    TORCH_CHECK(
-        size >= 0 && size <= std::numeric_limits<int64_t>::max() - sum, "invalid split size ", size);
-    sum += size;
-  }
-  TORCH_CHECK(
-      tensor.dim() > 0 && sum == tensor.size(0), "the split sizes ", sizes,
-      " do not add up to the first dimension of a tensor of shape ", tensor.sizes());
-  return sizes;
-}
-
-namespace {
-
-// Inputs of a coalesced call, copied if others of its tensors share their memory.
-std::vector<at::Tensor> read_first(
-    const std::vector<at::Tensor>& inputs, const std::vector<std::vector<at::Tensor>>& outputs) {
-  if (!items_conflict(outputs, inputs)) return inputs;
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
-  return copies;
-}
-
-}  // namespace
-
 ShmBackend::ShmBackend(
     std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size),
@@ -187,29 +152,6 @@ void ShmBackend::start(CollectiveWork& work, shm::Request request) {
   last_ = work.last();
 }
 
-void ShmBackend::await_conflicting(const std::vector<TensorRange>& ranges) {
-  std::vector<Collective> conflicting;
-  {
-    const std::lock_guard lock(in_flight_mutex_);
-    const auto is_over = [](const InFlight& earlier) {
-      const Collective found = earlier.work.lock();
-      return !found || found->is_finished();
-    };
-    while (!in_flight_.empty() && is_over(in_flight_.front())) in_flight_.pop_front();
-    for (const InFlight& earlier : in_flight_) {
-      if (!calls_conflict(earlier.ranges, ranges)) continue;
-      if (Collective found = earlier.work.lock()) conflicting.push_back(std::move(found));
-    }
-  }
-  for (const Collective& earlier : conflicting) earlier->settle();
-}
-
-void ShmBackend::note_in_flight(std::vector<TensorRange> ranges, const Collective& work) {
-  if (group_ == nullptr) return;
-  const std::lock_guard lock(in_flight_mutex_);
-  in_flight_.push_back({std::move(ranges), c10::weak_intrusive_ptr<CollectiveWork>(work)});
-}
-
 void ShmBackend::check_root(int64_t root) const {
   TORCH_CHECK(root >= 0 && root < size_, "rank ", root, " is not in the group of ", size_);
 }
@@ -237,9 +179,9 @@ ShmBackend::WorkPtr ShmBackend::run(
     const CallOptions& options, const Body& body) {
   std::vector<TensorRange> ranges = ranges_of(outputs, inputs);
   const auto work = make_work(type, title, inputs, std::move(outputs), options.timeout);
-  await_conflicting(ranges);
+  in_flight_.await_conflicting(ranges);
   body(*work, !options.asyncOp);
-  note_in_flight(std::move(ranges), work);
+  if (group_ != nullptr) in_flight_.add(std::move(ranges), work);
   work->all_started();
   return work;
 }

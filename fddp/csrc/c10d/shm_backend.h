@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "c10d/calls_in_flight.h"
 #include "c10d/shm_work.h"
-#include "c10d/tensor_ranges.h"
 #include "shm/messages.h"
 #include "shm/shm_group.h"
 
@@ -11,7 +11,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -119,12 +118,6 @@ class ShmBackend : public c10d::Backend {
   WorkPtr run(
       c10d::OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
       const CallOptions& options, const Body& body);
-  // [Note: shared memory of calls]
-  // Each call sees what earlier calls of this rank wrote. A call waits for those in flight that write
-  // its tensors, or use what it writes, before it reads anything. Tensors of one coalesced call that
-  // share memory are copied, so that all are read before any is written.
-  void await_conflicting(const std::vector<TensorRange>& ranges);
-  void note_in_flight(std::vector<TensorRange> ranges, const Collective& work);
   Tensors only_for(int64_t root, const at::Tensor& tensor) const;
   Tensors of_root(int64_t root, const TensorLists& lists, const char* problem) const;
   std::shared_ptr<shm::ShmGroup> join_part(
@@ -178,12 +171,7 @@ class ShmBackend : public c10d::Backend {
   std::atomic<uint64_t> monitored_ = 0;  // number of monitored barriers so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it
-  struct InFlight {
-    std::vector<TensorRange> ranges;
-    c10::weak_intrusive_ptr<CollectiveWork> work;
-  };
-  std::mutex in_flight_mutex_;
-  std::deque<InFlight> in_flight_;  // in the order in which they complete
+  CallsInFlight in_flight_;
 };
 
 // Checks of arguments, which throw c10::Error.
@@ -191,9 +179,5 @@ void check_same_number(size_t outputs, size_t inputs);
 const at::Tensor& only_one(const std::vector<at::Tensor>& tensors);
 const std::vector<at::Tensor>& only_list(
     const std::vector<std::vector<at::Tensor>>& lists, size_t size);
-
-// Return the sizes of parts of a tensor along its first dimension: `sizes`, or those of `n` equal
-// parts if it is empty.
-std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> sizes, int n);
 
 }  // namespace fddp

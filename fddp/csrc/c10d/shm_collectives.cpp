@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -124,6 +125,30 @@ at::ScalarType dtype_of(
     }
   }
   return at::ScalarType::Undefined;
+}
+
+// Return the sizes of parts of a tensor along its first dimension: `sizes`, or those of `n` equal
+// parts if it is empty.
+std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
+  if (sizes.empty()) {
+    TORCH_CHECK(
+        tensor.dim() > 0 && tensor.size(0) % n == 0, "a tensor of shape ", tensor.sizes(),
+        " cannot be divided along its first dimension into ", n, " equal parts");
+    sizes.assign(static_cast<size_t>(n), tensor.size(0) / n);
+  }
+  TORCH_CHECK(
+      sizes.size() == static_cast<size_t>(n), "expected one split size for each of the ", n,
+      " ranks, got ", sizes.size());
+  int64_t sum = 0;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK(
+        size >= 0 && size <= std::numeric_limits<int64_t>::max() - sum, "invalid split size ", size);
+    sum += size;
+  }
+  TORCH_CHECK(
+      tensor.dim() > 0 && sum == tensor.size(0), "the split sizes ", sizes,
+      " do not add up to the first dimension of a tensor of shape ", tensor.sizes());
+  return sizes;
 }
 
 Request request_of(const Signature& signature, char* data, bool waits) {

@@ -62,4 +62,12 @@ bool items_conflict(
   return have_conflict(ranges_of(outputs, inputs));
 }
 
+std::vector<at::Tensor> read_first(
+    const std::vector<at::Tensor>& inputs, const std::vector<std::vector<at::Tensor>>& outputs) {
+  if (!items_conflict(outputs, inputs)) return inputs;
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
+  return copies;
+}
+
 }  // namespace fddp

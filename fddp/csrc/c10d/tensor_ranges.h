@@ -32,4 +32,8 @@ bool calls_conflict(const std::vector<TensorRange>& one, const std::vector<Tenso
 bool items_conflict(
     const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs);
 
+// Inputs of a coalesced call, copied if items conflict.
+std::vector<at::Tensor> read_first(
+    const std::vector<at::Tensor>& inputs, const std::vector<std::vector<at::Tensor>>& outputs);
+
 }  // namespace fddp
