@@ -71,9 +71,9 @@ MessagePtr Messages::start(MessageRequest request, bool sends) {
       take_arrived(message, completed);
     }
     const Failure failure = group_->failure();
-    const bool ended = closed_ || failure.status != Status::kOk;
-    if (!ended || (!closed_ && !sends)) progress(completed);
-    if (ended) fail_all(failure.status == Status::kOk ? kClosed : failure, completed);
+    const bool has_failed = failure.status != Status::kOk;
+    if (!closed_ && !(has_failed && sends)) progress(completed);
+    if (closed_ || has_failed) fail_all(has_failed ? failure : kClosed, completed);
     fail_broken(completed);
     if (pending_ != 0 && waiting_threads_ == 0 && !closed_) {
       if (!thread_.joinable()) thread_ = std::thread(&Messages::progress_loop, this);
@@ -422,6 +422,11 @@ Members Messages::peers_of(size_t peer) const {
 
 // Fail messages whose peers are all broken.
 void Messages::fail_broken(Completed& completed) {
+  const auto is_ok = [](Status status) { return status == Status::kOk; };
+  if (std::all_of(broken_sends_.begin(), broken_sends_.end(), is_ok) &&
+      std::all_of(broken_receives_.begin(), broken_receives_.end(), is_ok)) {
+    return;
+  }
   const auto failure_of = [&](size_t peer, bool sends) {
     const std::vector<Status>& broken = sends ? broken_sends_ : broken_receives_;
     Failure failure = {Status::kOk, peers_of(peer), own_index()};
