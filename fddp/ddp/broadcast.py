@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,37 +100,35 @@ def _received(transport: Transport, names: list[str], own: list[Tensor], src: in
     """
     if not own:
         return []
-    shapes = _shapes(names, own)
-    known = transport.size_cache.get("buffers")
-    if known is None:
-        return _received_first(transport, names, own, src)
-    before, like = cast("tuple[dict[str, str], list[Tensor]]", known)
-    has_changed = shapes != before
-    sent = [torch.empty_like(tensor, device=own[0].device) for tensor in like]
-    flag = torch.full((1,), int(has_changed), dtype=like[0].dtype, device=own[0].device)
-    changed, *received = broadcast_tensors(transport, [flag, *(sent if has_changed else own)], src)
-    if changed.item():
-        return _received_first(transport, names, own, src)
-    if has_changed:
-        name = next(n for n in sorted({*shapes, *before}) if shapes.get(n) != before.get(n))
-        raise DesyncError(
-            f"{name!r} of the module is {shapes.get(name, 'missing')} on rank {transport.rank} and "
-            f"{before.get(name, 'missing')} on rank {src}; {_BUFFERS_ALIKE}",
-            path=name,
-            ranks=(transport.rank,),
-        )
-    return received
-
-
-def _received_first(
-    transport: Transport, names: list[str], own: list[Tensor], src: int
-) -> list[Tensor]:
-    shapes = _shapes(names, own)
-    _check_equal(exchange(transport, shapes, _SHAPES, "buffers"), _BUFFERS_ALIKE, DesyncError)
+    now = [(n, t.dtype, t.shape, t.layout, t.device) for n, t in zip(names, own, strict=True)]
+    before: Any = transport.size_cache.get("buffers")
+    if before is not None:
+        has_changed = now != before
+        sent = own
+        if has_changed:
+            sent = [torch.empty(s, dtype=dtype, device=device) for _, dtype, s, _, device in before]
+        flag = torch.full((1,), int(has_changed), dtype=sent[0].dtype, device=sent[0].device)
+        changed, *received = broadcast_tensors(transport, [flag, *sent], src)
+        if not changed.item():
+            if has_changed:
+                there = _shapes([name for name, *_ in before], sent)
+                raise _changed_error(transport.rank, _shapes(names, own), src, there)
+            return received
+    shapes = exchange(transport, _shapes(names, own), _SHAPES, "buffers")
+    _check_equal(shapes, _BUFFERS_ALIKE, DesyncError)
     _check_dense(names, own)
-    like = [torch.empty_like(tensor, device="meta") for tensor in own]
-    transport.size_cache["buffers"] = shapes, like
+    transport.size_cache["buffers"] = now
     return broadcast_tensors(transport, own, src)
+
+
+def _changed_error(rank: int, here: dict[str, str], src: int, there: dict[str, str]) -> DesyncError:
+    name = next(n for n in sorted({*here, *there}) if here.get(n) != there.get(n))
+    return DesyncError(
+        f"{name!r} of the module is {here.get(name, 'missing')} on rank {rank} and "
+        f"{there.get(name, 'missing')} on rank {src}; {_BUFFERS_ALIKE}",
+        path=name,
+        ranks=(rank,),
+    )
 
 
 def _check_dense(names: list[str], tensors: list[Tensor]) -> None:

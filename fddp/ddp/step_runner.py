@@ -195,7 +195,8 @@ class StepRunner:
             for param in self.parameters.leaves:
                 param.grad = None
         self.parameters.hooks.reset_used()
-        if 0 in report.users and self.micro_batches is None:
+        is_partial = len(here) < len(self.parameters.names)
+        if is_partial and 0 in report.users and self.micro_batches is None:
             self.parameters.hooks.await_gradients([users == 0 for users in report.users])
         if self.work:
             self.wait_for_work()
