@@ -19,8 +19,8 @@
 #include <utility>
 
 #include "clock.h"
-#include "tensor/python_lists.h"
 #include "python_entry.h"
+#include "tensor/python_lists.h"
 
 namespace py = pybind11;
 using torch::autograd::FunctionPreHook;

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "clock.h"
-#include "tensor/pack.h"
 #include "python_entry.h"
+#include "tensor/pack.h"
 
 namespace py = pybind11;
 

@@ -32,10 +32,10 @@
 
 #include "backward_watch.h"
 #include "gradient_counter.h"
+#include "python_entry.h"
 #include "tensor/checks.h"
 #include "tensor/python_lists.h"
 #include "tensor/storage.h"
-#include "python_entry.h"
 
 namespace py = pybind11;
 using torch::autograd::FunctionPostHook;

@@ -1,9 +1,10 @@
 #include "step/collectives.h"
-#include "python_entry.h"
 
 #include <memory>
 #include <string>
 #include <utility>
+
+#include "python_entry.h"
 
 namespace py = pybind11;
 

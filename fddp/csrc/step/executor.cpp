@@ -13,9 +13,9 @@
 #include <limits>
 
 #include "clock.h"
+#include "python_entry.h"
 #include "tensor/pack.h"
 #include "tensor/storage.h"
-#include "python_entry.h"
 
 namespace py = pybind11;
 
