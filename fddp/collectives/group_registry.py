@@ -54,7 +54,7 @@ class GroupRegistry(Generic[T]):
 
 def is_destroyed(group: Any) -> bool:
     """Return True if torch has destroyed the process group."""
-    return isinstance(group, dist.ProcessGroup) and group not in process_groups()
+    return type(group) is dist.ProcessGroup and group not in process_groups()
 
 
 def _close_all(made: dict[Topology | None, Any]) -> None:

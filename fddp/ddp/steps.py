@@ -50,6 +50,7 @@ from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.finish import send
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
+from fddp.transport.torch_private import is_foreign
 
 _COMPILED = (
     "compiled autograd runs a backward pass of a DistributedDataParallel, and calls none of the "
@@ -358,11 +359,17 @@ def _start_log(
         options,
         engine.program.plan,
         steps.runner.usage.names,
-        dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback",
+        _backend_name(group),
         module_name=module_name,
         rank=engine.transport.rank,
         world_size=engine.transport.world_size,
     )
+
+
+def _backend_name(group: dist.ProcessGroup | LoopbackGroup) -> str:
+    if isinstance(group, LoopbackGroup):
+        return "loopback"
+    return group.name() if is_foreign(group) else dist.get_backend(group)
 
 
 def _reduce_narrowly(engine: Engine, recorder: Recorder, options: Options) -> None:

@@ -95,7 +95,8 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             is not a collective call, and the first forward with gradients enabled sets up the
             communicator.
         process_group: a group of `torch.distributed`, or the group that `fddp.loopback` passes to
-            its function; None for the default group.
+            its function; None for the default group. One whose class is written in Python must be
+            registered with torch if it has several ranks.
         bucket_cap_mb: size in MiB at which a bucket is closed; by default 25, and 1 for the first
             bucket.
         find_unused_parameters: allow unused parameters without an error. They are synchronised in

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.errors import FddpError
@@ -12,9 +13,10 @@ from fddp.transport.base import Transport as Transport
 from fddp.transport.base import Work as Work
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.loopback import LoopbackGroup as LoopbackGroup
-from fddp.transport.loopback import LoopbackTransport
+from fddp.transport.loopback import LoopbackTransport, group_of_one
 from fddp.transport.loopback import loopback as loopback
 from fddp.transport.selection import choose
+from fddp.transport.torch_private import is_foreign
 
 #: accepted groups; None stands for the default group of `torch.distributed`
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | LoopbackGroup
@@ -83,6 +85,8 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
     """
     if isinstance(group, LoopbackGroup):
         return group
+    if isinstance(group, dist.ProcessGroup) and is_foreign(group):
+        return _alone_in(group)
     passed: object = group
     is_group = isinstance(passed, dist.ProcessGroup | DeviceMesh | None)
     if not is_group and passed != dist.GroupMember.NON_GROUP_MEMBER:
@@ -115,3 +119,17 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
             "the ranks that belong to it"
         )
     return resolved
+
+
+def _alone_in(group: dist.ProcessGroup) -> LoopbackGroup:
+    """The group of this rank alone, for a group of a class of the user's that torch does not know.
+
+    Of several ranks such a group has no store, through which communicators connect.
+    """
+    if group.size() == 1:
+        return group_of_one(group, distributed_c10d.default_pg_timeout.total_seconds())
+    raise ValueError(
+        f"{group!r} of {group.size()} ranks is not registered with torch.distributed; register its "
+        f"class with torch.distributed.Backend.register_backend, and create the group with "
+        f"init_process_group or new_group"
+    )

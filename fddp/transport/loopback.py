@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import weakref
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -123,6 +124,14 @@ class LoopbackGroup:
 
     def __repr__(self) -> str:
         return f"LoopbackGroup(rank={self.rank}, size={self.size})"
+
+
+def group_of_one(owner: object, timeout_s: float) -> LoopbackGroup:
+    """Return a group of this rank alone, the same one for as long as `owner` lives."""
+    return _groups_of_one.setdefault(owner, LoopbackGroup(0, _SharedState(1, timeout_s)))
+
+
+_groups_of_one: weakref.WeakKeyDictionary[Any, LoopbackGroup] = weakref.WeakKeyDictionary()
 
 
 class ThreadStatusBoard(StatusBoard):

@@ -14,6 +14,22 @@ def process_groups() -> dict[Any, Any]:
     return groups
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of a group, which one of a class written in Python does not know itself."""
+    own: dist.Store | None = group.get_group_store()
+    return process_groups()[group][1] if own is None else own
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name that torch gave a group, which one of such a class does not know either."""
+    return str(distributed_c10d._world.pg_names[group])
+
+
+def is_foreign(group: dist.ProcessGroup) -> bool:
+    """Return True for a group of a class written in Python that torch did not create."""
+    return type(group) is not dist.ProcessGroup and group not in process_groups()
+
+
 def find_backend_by_lower_case(name: str, create: Any) -> None:
     """Make torch find a backend by its name in lower case, which is how torch before 2.15 looks up
     the first plugin for the default backend of a group of "cpu:fddp"."""

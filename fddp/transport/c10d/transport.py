@@ -49,6 +49,7 @@ from fddp.transport.liveness.interrupts import (
     from_user_code,
 )
 from fddp.transport.liveness.membership import Membership, Report
+from fddp.transport.torch_private import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class C10dTransport(Transport):
         self._memory: HostMemory | None = None
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
         self._works = IssuedWorks()
-        store = group.get_group_store()
+        store = store_of(group)
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
         self.status, board_ranks = status_store.register(group, self.timeout_s)
         self.status.read_step_failure = self._membership.read_step_failure

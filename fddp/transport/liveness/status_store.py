@@ -27,6 +27,7 @@ from fddp.transport.liveness.bounded_store import (
 from fddp.transport.liveness.interrupts import ignore_backend_errors
 from fddp.transport.liveness.processes import Process, own_line, parsed, pid_namespace
 from fddp.transport.liveness.status import RankStatus, StatusBoard, TransportStatus
+from fddp.transport.torch_private import name_of, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -268,12 +269,10 @@ def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatu
         board, is_new = _boards.get(host), host not in _known
         if board is None:
             rank, size = dist.get_rank(host), dist.get_world_size(host)
-            board = _boards[host] = StoreStatusBoard(
-                host.get_group_store(), rank, size, client_of(group)
-            )
+            board = _boards[host] = StoreStatusBoard(store_of(host), rank, size, client_of(group))
             board.known = _known.setdefault(host, {})
         # The group name distinguishes groups of the same ranks, and is the same on all ranks.
-        name = hashlib.sha256(f"{members} of {group.group_name!r}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{members} of {name_of(group)!r}".encode()).hexdigest()[:16]
         status, responder = board.register(name, timeout_s)
     try:
         if is_new:
