@@ -10,7 +10,7 @@ repeats its last, through all hooks, with the weight zero.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -55,8 +55,7 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
         # As in DDPStrategy: hooks of the wrapper then run on a stream of their own.
-        stream = torch.cuda.Stream() if device_ids else None  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with torch.Stream() if device_ids else nullcontext():
             return DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:

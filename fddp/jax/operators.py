@@ -38,8 +38,8 @@ def pmean(
     every iteration of a loop, and also if its result is not used. It is differentiable in forward
     and reverse mode, to any order, and is its own transpose, as `fddp.pmean`. Under `jax.vmap` all
     examples are reduced in one operation. All ranks must run the same program. In a function passed
-    to `jax.custom_derivatives.linear_call` under `jit`, JAX raises a KeyError, as for its own ordered
-    effects; use `jax.custom_vjp`.
+    to `jax.custom_derivatives.linear_call` under `jit`, JAX raises a KeyError, as for its own
+    ordered effects; use `jax.custom_vjp`.
 
     Args:
         tree: arrays of floating or complex dtypes, traced or not, or values that `jnp.asarray`

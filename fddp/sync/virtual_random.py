@@ -49,7 +49,7 @@ def virtual_rng(step: int, virtual_rank: int, *, seed: int = 0) -> VirtualRng:
 class VirtualRng:
     """Source of random numbers; made by `virtual_rng`.
 
-    As a context manager, it seeds torch's default generators of the CPU and of CUDA devices, which
+    As a context manager, it seeds torch's default generators of the CPU and of accelerators, which
     dropout uses, and restores their states in the end. Default generators belong to the process:
     ranks that are threads of one process take turns through `generator` instead.
 
@@ -75,8 +75,10 @@ class VirtualRng:
                 "belong to the process; pass virtual_rng(...).generator() to random operations"
             )
         self._stack.callback(_IN_USE.release)
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-        self._stack.enter_context(torch.random.fork_rng(devices=devices))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        devices = () if accelerator is None else range(torch.accelerator.device_count())
+        kind = "cuda" if accelerator is None else accelerator.type
+        self._stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         torch.manual_seed(self.seed)
         return self
 
