@@ -198,6 +198,16 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
         "ValueError",
         "reduce_scatter: leaf 'w' of shape (3,) can't be cut into 2 equal parts",
     ),
+    "a row for some ranks": (
+        lambda ranks: fddp.all_to_all({"w": torch.ones(3)}, ranks),
+        "ValueError",
+        "all_to_all: leaf 'w' of shape (3,) needs a leading axis of 2, one slice for each rank",
+    ),
+    "tiles for some ranks": (
+        lambda ranks: fddp.all_to_all({"w": torch.ones(3)}, ranks, tiled=True),
+        "ValueError",
+        "all_to_all: leaf 'w' of shape (3,) can't be cut into 2 equal parts",
+    ),
     "tiled scalar": (
         lambda ranks: fddp.all_gather(torch.tensor(1.0), ranks, tiled=True),
         "ValueError",
