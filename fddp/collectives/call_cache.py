@@ -225,9 +225,15 @@ def program_of(
 
 def _check(call: CallSpec, path: str, leaf: Any) -> None:
     operator = call.operator
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        found = f"of layout {leaf.layout}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        raise TypeError(f"{operator}: leaf {path!r} is {found}; it takes dense tensors and None")
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{operator}: leaf {path!r} is {type(leaf).__name__}; it takes dense tensors and None"
+        )
+    if leaf.layout is not torch.strided:
+        raise TypeError(
+            f"{operator}: leaf {path!r} is of layout {leaf.layout}; it takes dense tensors and "
+            f"None: pass its to_dense(), or average sparse gradients by a GradSync (sparse=)"
+        )
     dtype = leaf.dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     if operator == "pmean" and not inexact:

@@ -147,9 +147,10 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
         "psum: leaf 'w' is str; it takes dense tensors and None",
     ),
     "sparse": (
-        lambda ranks: fddp.psum(torch.eye(2).to_sparse(), ranks),
+        lambda ranks: fddp.pmean({"e": torch.eye(2).to_sparse()}, ranks),
         "TypeError",
-        "psum: leaf '' is of layout torch.sparse_coo; it takes dense tensors",
+        "pmean: leaf 'e' is of layout torch.sparse_coo; it takes dense tensors and None: pass its "
+        "to_dense(), or average sparse gradients by a GradSync (sparse=)",
     ),
     "largest complex": (
         lambda ranks: fddp.pmax(torch.ones(1, dtype=torch.complex64), ranks),
