@@ -14,7 +14,7 @@ Training
     hooks                                    communication hooks that compress gradients
 
 Operators and replicas
-    pmean, psum, pmax, all_gather, reduce_scatter, broadcast_from
+    pmean, psum, pmax, all_gather, reduce_scatter, all_to_all, broadcast_from
                                              collectives with derivatives
     sync_on_backward                         identity, whose backward averages
     Communicator                             ranks and caps of operators
@@ -56,6 +56,7 @@ from fddp import hooks
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.operators import (
     all_gather,
+    all_to_all,
     broadcast_from,
     pmax,
     pmean,
@@ -131,7 +132,7 @@ __all__ = [
     "Jitter", "LeafSpec", "LossError", "NoGradientError", "NonFiniteError", "Op", "PeerError",
     "PlanMismatchError", "RankLostError", "ReentryError", "Schedule", "ScheduleError", "SyncInfo",
     "SyncTimeoutError", "Topology", "TransformError", "TreeMismatchError", "UnevenError",
-    "VirtualSampler", "WeightError", "all_gather", "as_transform", "broadcast",
+    "VirtualSampler", "WeightError", "all_gather", "all_to_all", "as_transform", "broadcast",
     "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "flight",
     "functionalize", "hooks", "loopback", "make_schedule", "measure_cost",
     "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
+from fddp.collectives.operator_program import GIVES_ROWS, TAKES_ROWS
 from fddp.native.operands import first_without_memory, have_derivatives
 from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
 from fddp.native.untraced import untraced
@@ -39,10 +40,9 @@ class _Operator(torch.autograd.Function):
         cls, info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor | None
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         operator = call.program.operator
-        takes_rows, gives_rows = operator == "reduce_scatter", operator == "all_gather"
-        batched = _batched(leaves, in_dims[1:], info.batch_size, int(takes_rows))
+        batched = _batched(leaves, in_dims[1:], info.batch_size, int(operator in TAKES_ROWS))
         results = cls.apply(call.batched(info.batch_size), *batched)
-        return results, (int(gives_rows),) * len(results)
+        return results, (int(operator in GIVES_ROWS),) * len(results)
 
 
 class FddpLinear(_Operator):

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.group_position import OperatorArgs, checked_root
-from fddp.collectives.operator_program import GroupPosition, Operator, OperatorProgram, bucketed
+from fddp.collectives.operator_program import (
+    GIVES_ROWS,
+    TAKES_ROWS,
+    GroupPosition,
+    Operator,
+    OperatorProgram,
+    bucketed,
+)
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.text import counted
@@ -141,14 +148,14 @@ def _cache_entry(
 
 
 def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
-    """Leaves of a `tiled` call. For `reduce_scatter` the first axis is split by rank.
+    """Leaves of a `tiled` call. For operators of `TAKES_ROWS` the first axis is split by rank.
 
     Raises:
         ValueError: a leaf is a scalar, or can't be split into equal parts.
     """
     if not call.tiled:
         return leaves
-    n = call.place.size if call.operator == "reduce_scatter" else 1
+    n = call.place.size if call.operator in TAKES_ROWS else 1
     tiled = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, Tensor):
@@ -157,15 +164,15 @@ def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
                     f"{call.operator}: leaf {path!r} of shape {tuple(leaf.shape)} can't be cut "
                     f"into {n} equal parts along its first axis; pad it, or leave tiled=True out"
                 )
-            if call.operator == "reduce_scatter":
+            if call.operator in TAKES_ROWS:
                 leaf = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
         tiled.append(leaf)
     return tiled
 
 
 def untiled(call: CallSpec, results: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Results of a call, where `tiled` concatenates those of `all_gather` along the first axis."""
-    if call.tiled and call.operator == "all_gather":
+    """Results of a call, where `tiled` concatenates ranks along the first axis."""
+    if call.tiled and call.operator in GIVES_ROWS:
         return [result.flatten(0, 1) for result in results]
     return results
 
@@ -218,9 +225,15 @@ def program_of(
 
 def _check(call: CallSpec, path: str, leaf: Any) -> None:
     operator = call.operator
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        found = f"of layout {leaf.layout}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        raise TypeError(f"{operator}: leaf {path!r} is {found}; it takes dense tensors and None")
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{operator}: leaf {path!r} is {type(leaf).__name__}; it takes dense tensors and None"
+        )
+    if leaf.layout is not torch.strided:
+        raise TypeError(
+            f"{operator}: leaf {path!r} is of layout {leaf.layout}; it takes dense tensors and "
+            f"None: pass its to_dense(), or average sparse gradients by a GradSync (sparse=)"
+        )
     dtype = leaf.dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     if operator == "pmean" and not inexact:
@@ -241,12 +254,12 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
 
 
 def _unit(call: CallSpec, spec: LeafSpec) -> LeafSpec:
-    if call.operator != "reduce_scatter":
+    if call.operator not in TAKES_ROWS:
         return spec
     n = call.place.size
     if not spec.shape or spec.shape[0] != n:
         raise ValueError(
-            f"reduce_scatter: leaf {spec.path!r} of shape {spec.shape} needs a leading axis of "
+            f"{call.operator}: leaf {spec.path!r} of shape {spec.shape} needs a leading axis of "
             f"{n}, one slice for each rank; pass tiled=True to cut a longer one into {n} parts"
         )
     return spec._replace(shape=spec.shape[1:])

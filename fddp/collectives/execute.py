@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.calls import Call
-from fddp.collectives.operator_program import FusedBucket, OperatorProgram
+from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
 from fddp.errors import FddpError
 from fddp.native.operands import first_without_memory
 from fddp.native.pack import pack_, slices
@@ -31,8 +31,8 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         leaves: plain tensors, one for each unit; None for zeros. Not written.
 
     Returns:
-        New tensors, one for each unit. For `all_gather` and `pmax` they hold the units of all ranks
-        along a new leading axis.
+        New tensors, one for each unit. For the operators of `MOVES_ROWS` they have a leading axis
+        of ranks.
 
     Raises:
         DesyncError, PeerError: ranks called different operators, or a rank can't take part. Raised
@@ -120,10 +120,10 @@ def _pack(call: Call, fused: FusedBucket, leaves: Sequence[Tensor | None]) -> Te
     """Pack a bucket into a buffer with one chunk, or one for each rank."""
     operator, place, numel = call.program.operator, call.program.place, fused.numel
     sources = [leaves[k] for k in fused.members]
-    count = place.size if operator in ("pmax", "all_gather", "reduce_scatter") else 1
+    count = place.size if operator in MOVES_ROWS or operator in TAKES_ROWS else 1
     key = (count * numel, fused.dtype, fused.device)
     buffer = call.communicator.pool.acquire(key, *key)
-    if operator == "reduce_scatter":
+    if operator in TAKES_ROWS:
         rows = [[None] * count if s is None else s.unbind(0) for s in sources]
         for rank in range(count):
             chunk = buffer[rank * numel : (rank + 1) * numel]
@@ -149,8 +149,10 @@ def _start(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     """Start the collective of a packed bucket."""
     program, transport = call.program, call.communicator.transport
     operator, axes = program.operator, program.place.axes
-    if operator in ("pmax", "all_gather"):
+    if operator in MOVES_ROWS:
         flat = buffer if fused.layout is not None else buffer.view(torch.uint8)
+        if operator == "all_to_all":
+            return transport.all_to_all_in_place(flat, axes=axes, wait_soon=last)
         return transport.all_gather_in_place(flat, axes=axes, wait_soon=last)
     if operator == "reduce_scatter":
         return transport.reduce_scatter(buffer, axes=axes, wait_soon=last)
@@ -167,7 +169,7 @@ def _take(call: Call, fused: FusedBucket, buffer: Tensor) -> Sequence[Tensor]:
     """Results of a bucket, as views of a buffer that is not written again, or as copies."""
     program, place, numel = call.program, call.program.place, fused.numel
     units = [program.units[k] for k in fused.members]
-    if program.operator in ("pmax", "all_gather"):
+    if program.operator in MOVES_ROWS:
         columns = torch.split(buffer.view(place.size, numel), fused.numels, dim=1)
         return [
             column.clone(memory_format=torch.contiguous_format).view(place.size, *unit.shape)

@@ -2,8 +2,8 @@
 
 The leaves of a program are *units*, one rank's part of a collective. `all_gather` takes units and
 returns them with a new leading axis of ranks; `reduce_scatter` takes such leaves and returns units;
-all other operators take and return units. So an operator and its transpose have the same units and
-buckets.
+`all_to_all` takes and returns such leaves; all other operators take and return units. So an
+operator and its transpose have the same units and buckets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from fddp.native.layout import Layout, contiguous_strides
 
 #: `sum_to` is the transpose of `broadcast_from`: the sum at the root, zeros elsewhere
 Operator: TypeAlias = Literal[
-    "psum", "pmean", "pmax", "all_gather", "reduce_scatter", "broadcast_from", "sum_to"
+    "psum",
+    "pmean",
+    "pmax",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast_from",
+    "sum_to",
 ]
 
 TRANSPOSES: Mapping[Operator, Operator] = MappingProxyType(
@@ -34,11 +41,21 @@ TRANSPOSES: Mapping[Operator, Operator] = MappingProxyType(
         "pmean": "pmean",
         "all_gather": "reduce_scatter",
         "reduce_scatter": "all_gather",
+        "all_to_all": "all_to_all",
         "broadcast_from": "sum_to",
         "sum_to": "broadcast_from",
     }
 )
 """The adjoint of each linear operator; see [Note: one function of all ranks]."""
+
+TAKES_ROWS = frozenset({"reduce_scatter", "all_to_all"})
+"""Operators of leaves with a leading axis of ranks."""
+
+GIVES_ROWS = frozenset({"all_gather", "all_to_all"})
+"""Operators whose results have a leading axis of ranks."""
+
+MOVES_ROWS = GIVES_ROWS | {"pmax"}
+"""Operators that run as `GIVES_ROWS`: the maximum is that of the rows."""
 
 _MOST_SIZES = 16  # batch sizes with a cached program
 
@@ -147,7 +164,7 @@ class OperatorProgram:
     def transposed(self) -> OperatorProgram:
         """The adjoint over the differentiable units. Its inputs are this program's outputs."""
         adjoint = self.differentiable._as(TRANSPOSES[self.operator])
-        if self.operator not in ("psum", "pmean"):
+        if adjoint is not self.differentiable:
             adjoint.__dict__["transposed"] = self.differentiable
         return adjoint
 

@@ -2,14 +2,14 @@
 
 [Note: one function of all ranks]
 An operator is one function from the inputs of all ranks to the results of all ranks. Its backward
-is the exact adjoint of that function. So `psum` and `pmean` are their own transposes, `all_gather`
-and `reduce_scatter` are transposes of each other, and the transpose of `broadcast_from` is the sum
-at the root and zeros elsewhere. For all tangents t and cotangents c, the sum over ranks of <c, J t>
-equals the sum over ranks of <J^T c, t>. `grad` on a rank returns the gradient of the sum of all
-ranks' results. So the gradient of `psum(loss)` has a factor of the number of ranks, and the
-gradient of `pmean(loss)` has none. The derivative of `pmax` is that of a maximum, split equally
-among the ranks that attain it. The one exception is `sync_on_backward`: it averages cotangents,
-which turns local losses into the gradient of their mean.
+is the exact adjoint of that function. So `psum`, `pmean` and `all_to_all` are their own transposes,
+`all_gather` and `reduce_scatter` are transposes of each other, and the transpose of
+`broadcast_from` is the sum at the root and zeros elsewhere. For all tangents t and cotangents c,
+the sum over ranks of <c, J t> equals the sum over ranks of <J^T c, t>. `grad` on a rank returns the
+gradient of the sum of all ranks' results. So the gradient of `psum(loss)` has a factor of the
+number of ranks, and the gradient of `pmean(loss)` has none. The derivative of `pmax` is that of a
+maximum, split equally among the ranks that attain it. The one exception is `sync_on_backward`: it
+averages cotangents, which turns local losses into the gradient of their mean.
 """
 
 from __future__ import annotations
@@ -161,6 +161,41 @@ def reduce_scatter(
         [2.0, 20.0]
     """
     return _operate(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
+
+
+def all_to_all(
+    tree: Tree,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis = None,
+    plan: BucketPlan | None = None,
+    tiled: bool = False,
+) -> Tree:
+    """One row of each leaf to every rank. A differentiable collective call.
+
+    Rank `i` sends its row `j` to rank `j`, which receives it as row `i`. It is its own transpose.
+
+    Args:
+        tree: tensors of any dtype with a leading axis of size n, the number of ranks that take
+            part; None stays None.
+        group, mesh, axis, plan: as for `pmean`.
+        tiled: True to split the first axis into n equal parts, which take the place of rows.
+
+    Returns:
+        A tree of the same structure, shapes and dtypes.
+
+    Raises:
+        As `pmean`; ValueError: a leaf's first axis does not fit the number of ranks.
+
+    Example:
+        >>> import fddp, torch
+        >>> def f(group):
+        ...     return fddp.all_to_all(10 * group.rank + torch.arange(2), group).tolist()
+        >>> fddp.loopback(2, f)
+        [[0, 10], [1, 11]]
+    """
+    return _operate(OperatorArgs("all_to_all", group, mesh, axis, plan, tiled=tiled), tree)
 
 
 def broadcast_from(

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import on_inexact, run_eagerly
-from fddp.collectives.operator_program import Operator, OperatorProgram
+from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
 from fddp.native.torch_private import (
@@ -47,7 +47,6 @@ Parsed: TypeAlias = tuple[OperatorProgram, tuple[str, ...], str, int | None]
 """Program, roles, call site and position within the graph."""
 
 _KNOWN_CALLS = 1024
-_WITH_ROWS = ("all_gather", "pmax")  # return a leading axis of ranks
 
 LIBRARY: Any = torch.library.Library("fddp", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Registrations of the operators; kept until the process ends."""
@@ -191,7 +190,7 @@ def _register(operator: Operator) -> None:
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
         program = found(communicator, call).program
-        rows = (program.place.size,) if operator in _WITH_ROWS else ()
+        rows = (program.place.size,) if operator in MOVES_ROWS else ()
         forms = zip(program.units, program.dtypes, program.devices, strict=True)
         results = [torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms]
         return [*results, _token()]

@@ -317,17 +317,24 @@ class Transport(Endpoint):
         )
 
     def all_to_all_in_place(
-        self, buffer: Tensor, *, axes: Axes = (), record_time: bool = False
+        self,
+        buffer: Tensor,
+        *,
+        axes: Axes = (),
+        record_time: bool = False,
+        wait_soon: bool = False,
     ) -> Work:
         """Start sending every rank its chunk of `buffer`; see `reduce_scatter`.
 
         Args:
             buffer: as for `reduce_scatter`, of any dtype. Its chunk of a rank is replaced by that
                 rank's chunk of this one.
-            axes, record_time: as for `all_reduce`.
+            axes, record_time, wait_soon: as for `all_reduce`.
         """
         ranks = self._ranks("all_to_all", axes)
-        return self._launch(Operation("all_to_all", buffer, ranks, record_time=record_time))
+        return self._launch(
+            Operation("all_to_all", buffer, ranks, record_time=record_time, wait_soon=wait_soon)
+        )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor of shape `(numel,)` in memory that suits this transport

@@ -143,6 +143,7 @@ def test_plain_autograd(rank: int, world_size: int) -> None:
         {"psum", "pmean"},
         {"pmax", "broadcast_from", "sync_on_backward"},
         {"all_gather", "reduce_scatter"},
+        {"all_to_all"},
     ],
 )
 @on_processes(2)
@@ -158,6 +159,10 @@ def test_operators_and_their_derivatives(rank: int, world_size: int, names: set[
             "all_gather": lambda t: fddp.all_gather(t, ranks),
             "all_gather, tiled": lambda t: fddp.all_gather(t, ranks, tiled=True),
             "reduce_scatter, tiled": lambda t: fddp.reduce_scatter(t, ranks, tiled=True),
+            "all_to_all": lambda t: fddp.all_to_all(
+                fddp.tree_map(lambda x: x.view(2, -1), t), ranks
+            ),
+            "all_to_all, tiled": lambda t: fddp.all_to_all(t, ranks, tiled=True),
             "broadcast_from": lambda t: fddp.broadcast_from(t, 1, ranks),
             "sync_on_backward": lambda t: fddp.sync_on_backward(t, ranks),
         }
@@ -284,7 +289,12 @@ def test_recorded_functions_have_derivatives(rank: int, world_size: int) -> None
             torch.autograd.grad((grad * t).sum(), own),
         ]
 
-    for operator in (fddp.psum, fddp.pmax, lambda x: fddp.all_gather(x).prod(0)):
+    for operator in (
+        fddp.psum,
+        fddp.pmax,
+        lambda x: fddp.all_gather(x).prod(0),
+        lambda x: fddp.all_to_all(torch.stack([x, x**2])).prod(0),
+    ):
 
         class Module(torch.nn.Module):
             def forward(self, x: Tensor, operator: Fn = operator) -> Tensor:
@@ -298,7 +308,7 @@ def test_recorded_functions_have_derivatives(rank: int, world_size: int) -> None
             _, linear = torch.func.linearize(module, x)
         transposed = [torch.func.vjp(fn, x)[1](t) for fn in (linear, module)]
         off[f"{name}, linear"] = largest_difference(*transposed)
-    assert len(off) == 6
+    assert len(off) == 8
     assert {name: value for name, value in off.items() if not value < 1e-12} == {}
 
 

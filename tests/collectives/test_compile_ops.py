@@ -14,7 +14,7 @@ import fddp
 from fddp.collectives import torch_library
 from fddp.collectives.call_cache import CallSpec, program_of
 from fddp.collectives.calls import Call, CallRecord
-from fddp.collectives.operator_program import Operator
+from fddp.collectives.operator_program import TAKES_ROWS, Operator
 from tests.support.on_ranks import on_processes
 
 OPS = torch.ops.fddp
@@ -31,7 +31,7 @@ def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[
 
 @on_processes(2)
 def test_collectives_keep_torchs_rules(rank: int, world_size: int) -> None:
-    assert len(get_args(Operator)) == 7
+    assert len(get_args(Operator)) == 8
     with fddp.Communicator() as ranks:
         for operator in get_args(Operator):
             leaves = [torch.randn(2, 3) + rank, torch.randn(2, 1, dtype=torch.float64)]
@@ -49,7 +49,7 @@ def test_collectives_keep_torchs_rules(rank: int, world_size: int) -> None:
 def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple[str, ...]) -> None:
     def there_and_back(group: Any) -> None:
         with fddp.Communicator(group) as ranks:
-            leading = [1] if operator == "reduce_scatter" else []
+            leading = [1] if operator in TAKES_ROWS else []
             leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
             call = make_call(ranks, operator, leaves)
             call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]

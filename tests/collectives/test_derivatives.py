@@ -46,6 +46,10 @@ OPERATORS: dict[str, Callable[[Tree], Tree]] = {
     "all_gather tiled": lambda tree: fddp.all_gather(tree, tiled=True),
     "reduce_scatter": fddp.reduce_scatter,
     "reduce_scatter tiled": lambda tree: fddp.reduce_scatter({"a": tree["a"]}, tiled=True),
+    "all_to_all": fddp.all_to_all,
+    "all_to_all tiled": lambda tree: fddp.all_to_all(
+        fddp.tree_map(torch.flatten, tree), tiled=True
+    ),
     "broadcast_from": lambda tree: fddp.broadcast_from(tree, 1),
 }
 
@@ -97,6 +101,7 @@ def test_along_axes_of_a_mesh(rank: int, n: int) -> None:
         "pmax": lambda tree: fddp.pmax(tree, mesh=mesh, axis="row"),
         "all_gather": lambda tree: fddp.all_gather(tree, mesh=mesh, axis="column"),
         "reduce_scatter": lambda tree: fddp.reduce_scatter(tree, mesh=mesh, axis="row"),
+        "all_to_all": lambda tree: fddp.all_to_all(tree, mesh=mesh, axis="column"),
         "broadcast_from": lambda tree: fddp.broadcast_from(tree, 1, mesh=mesh, axis="column"),
         "one after the other": lambda tree: fddp.psum(
             curved(lambda t: fddp.pmean(t, mesh=mesh, axis="row"))(tree), mesh=mesh, axis="column"
@@ -368,6 +373,10 @@ def test_beside_torchs_functional_collectives(rank: int, n: int) -> None:
         (
             lambda x: funcol.reduce_scatter_single(x, "sum", 0, group),
             lambda x: fddp.reduce_scatter(x, tiled=True),
+        ),
+        (
+            lambda x: funcol.all_to_all_single_autograd(x, None, None, group),
+            lambda x: fddp.all_to_all(x, tiled=True),
         ),
     ]
     for theirs, ours in same:

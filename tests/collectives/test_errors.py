@@ -147,9 +147,10 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
         "psum: leaf 'w' is str; it takes dense tensors and None",
     ),
     "sparse": (
-        lambda ranks: fddp.psum(torch.eye(2).to_sparse(), ranks),
+        lambda ranks: fddp.pmean({"e": torch.eye(2).to_sparse()}, ranks),
         "TypeError",
-        "psum: leaf '' is of layout torch.sparse_coo; it takes dense tensors",
+        "pmean: leaf 'e' is of layout torch.sparse_coo; it takes dense tensors and None: pass its "
+        "to_dense(), or average sparse gradients by a GradSync (sparse=)",
     ),
     "largest complex": (
         lambda ranks: fddp.pmax(torch.ones(1, dtype=torch.complex64), ranks),
@@ -197,6 +198,16 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
         lambda ranks: fddp.reduce_scatter({"w": torch.ones(3)}, ranks, tiled=True),
         "ValueError",
         "reduce_scatter: leaf 'w' of shape (3,) can't be cut into 2 equal parts",
+    ),
+    "a row for some ranks": (
+        lambda ranks: fddp.all_to_all({"w": torch.ones(3)}, ranks),
+        "ValueError",
+        "all_to_all: leaf 'w' of shape (3,) needs a leading axis of 2, one slice for each rank",
+    ),
+    "tiles for some ranks": (
+        lambda ranks: fddp.all_to_all({"w": torch.ones(3)}, ranks, tiled=True),
+        "ValueError",
+        "all_to_all: leaf 'w' of shape (3,) can't be cut into 2 equal parts",
     ),
     "tiled scalar": (
         lambda ranks: fddp.all_gather(torch.tensor(1.0), ranks, tiled=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -63,8 +64,8 @@ def every_dtype(group: Any) -> None:
     rank, n = rank_of(group), size_of(group)
     summed, moved = FLOATING + WHOLE, FLOATING + WHOLE + MOVED
 
-    def stacked(names: list[str]) -> Any:
-        trees = [tree(r, names) for r in range(n)]
+    def stacked(names: list[str], numbers: Iterable[int] = range(n)) -> Any:
+        trees = [tree(number, names) for number in numbers]
         return fddp.tree_map(lambda *x: torch.stack([y.resolve_conj() for y in x]), *trees)
 
     own = tree(rank, summed)
@@ -88,6 +89,8 @@ def every_dtype(group: Any) -> None:
         rows = fddp.tree_map(lambda x: torch.stack([(r + 1) * x for r in range(n)]), own)
         total = fddp.tree_map(lambda x: x.sum(0, dtype=x.dtype) * (rank + 1), stacked(summed))
         expect(fddp.reduce_scatter(rows, ranks), total)
+        sent, received = [10 * rank + r for r in range(n)], [10 * r + rank for r in range(n)]
+        expect(fddp.all_to_all(stacked(moved, sent), ranks), stacked(moved, received))
         assert same_bits([everything, tree(rank, moved)])  # not written
 
 
@@ -109,8 +112,11 @@ def test_bits_that_are_moved_stay(rank: int, n: int) -> None:
         for options in ({}, {"mesh": mesh, "axis": "both"}):
             found = fddp.broadcast_from(own, 1, **options)
             assert torch.equal(found.view(torch.uint8), kind.view(torch.uint8))
-            found = fddp.all_gather(own, **options)[1]
-            assert torch.equal(found.view(torch.uint8), kind.view(torch.uint8))
+            for found in (
+                fddp.all_gather(own, **options)[1],
+                fddp.all_to_all(own.expand(2, -1), **options)[1],
+            ):
+                assert torch.equal(found.view(torch.uint8), kind.view(torch.uint8))
 
 
 @on_threads(2)
@@ -125,6 +131,11 @@ def test_tiles(group: Any) -> None:
         # The ranks' axis first, or the ranks' runs one behind the other: the same numbers.
         assert torch.equal(fddp.all_gather(x, ranks).flatten(0, 1), gathered)
         assert torch.equal(fddp.reduce_scatter(gathered.view(2, 3, 2), ranks), scattered)
+        sent = gathered + 100 * rank
+        received = fddp.all_to_all(sent, ranks, tiled=True)
+        mine = gathered[3 * rank : 3 * rank + 3]
+        assert torch.equal(received, torch.cat([mine, mine + 100]))
+        assert torch.equal(fddp.all_to_all(sent.view(2, 3, 2), ranks).flatten(0, 1), received)
 
 
 def test_axes_of_a_mesh() -> None:
@@ -156,6 +167,9 @@ def along_axes(group: Any) -> None:
         assert fddp.reduce_scatter(pair, ranks, axis="row").item() == pair[row] * (
             1 + 100.0 ** (2 if row == 0 else -2)
         )
+        sent = 10 * rank + torch.arange(2)
+        received = [10 * (2 * row) + column, 10 * (2 * row + 1) + column]
+        assert fddp.all_to_all(sent, ranks, axis="column").tolist() == received
     # A mesh laid over a bare group is opened once.
     first = fddp.collectives.communicator.communicator_of(group, mesh)
     assert fddp.psum(one, group, mesh=mesh, axis="row").item() == in_column
@@ -181,6 +195,19 @@ def test_groups_and_device_meshes(rank: int, n: int) -> None:
             assert fddp.psum(one, own).item() == 1010
 
 
+@on_processes(3)
+def test_rows_as_torch_sends_them(rank: int, n: int) -> None:
+    for backend in ("gloo", "fddp"):
+        group = dist.new_group(backend=backend)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+            for shape in ((n, 2), (n,), (n, 0)):
+                sent = (10 * rand(*shape, seed=rank)).to(dtype)
+                received = torch.empty_like(sent)
+                dist.all_to_all_single(received, sent, group=group)
+                assert torch.equal(fddp.all_to_all(sent, group), received)
+                assert torch.equal(fddp.all_to_all(sent, group, tiled=True), received)
+
+
 @on_threads(2)
 def test_plans(group: Any) -> None:
     rank = rank_of(group)
@@ -204,6 +231,11 @@ def test_plans(group: Any) -> None:
         torch.testing.assert_close(
             fddp.reduce_scatter(rows, ranks, plan=rows_plan)["b"], wanted["b"]
         )
+        rows = {"b": rand(2, 5, seed=rank), "a": rand(2, 1, seed=9 + rank)}
+        rows_plan = fddp.plan_buckets(rows, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+        assert len(rows_plan.buckets) == 2
+        alike = [fddp.all_to_all(rows, ranks), fddp.all_to_all(rows, ranks, plan=rows_plan)]
+        assert same_bits(alike)
 
 
 @on_threads(2)
@@ -216,6 +248,7 @@ def test_results_are_values(group: Any) -> None:
             "pmax": fddp.pmax,
             "gather": fddp.all_gather,
             "scatter": fddp.reduce_scatter,
+            "rows": fddp.all_to_all,
             "from": lambda tree, group: fddp.broadcast_from(tree, 1, group),
         }
         for step in range(4):

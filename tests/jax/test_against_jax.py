@@ -28,6 +28,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_gather tiled": lambda x: fddp.all_gather(x, tiled=True),
     "reduce_scatter": lambda x: fddp.reduce_scatter(x.reshape(WORLD_SIZE, WIDTH)),
     "reduce_scatter tiled": lambda x: fddp.reduce_scatter(x, tiled=True),
+    "all_to_all": lambda x: fddp.all_to_all(x.reshape(WORLD_SIZE, WIDTH)),
+    "all_to_all tiled": lambda x: fddp.all_to_all(x, tiled=True),
     "broadcast_from": lambda x: fddp.broadcast_from(x, ROOT),
 }
 MODES = ("vmap", "shard_map")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 import pytest
 
 import fddp
+from fddp.collectives import operators
 from fddp.transport.base import Transport, Work
+
+OPERATORS = tuple(
+    name
+    for name, value in vars(operators).items()
+    if isfunction(value) and value.__module__ == operators.__name__ and name[0] != "_"
+)
+"""Names of the public operators."""
 
 
 class Issued(NamedTuple):

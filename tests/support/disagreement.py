@@ -340,6 +340,7 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
     "broadcast_from 0": lambda group: fddp.broadcast_from(ONE, 0, group),
     "broadcast_from 1": lambda group: fddp.broadcast_from(ONE, 1, group),
     "reduce_scatter": lambda group: fddp.reduce_scatter(torch.ones(12), group, tiled=True),
+    "all_to_all": lambda group: fddp.all_to_all(torch.ones(12), group, tiled=True),
     "check_replicas": lambda group: fddp.check_replicas(ONE, group),
     "backward": lambda group: torch.func.grad(lambda x: fddp.psum(x, group).sum())(ONE),
 }

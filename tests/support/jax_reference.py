@@ -40,6 +40,8 @@ def operators(world_size: int) -> dict[str, Callable[[Any], Any]]:
         "all_gather tiled": lambda x: lax.all_gather(x, AXIS, tiled=True),
         "reduce_scatter": lambda x: lax.psum_scatter(x.reshape(cut), AXIS),
         "reduce_scatter tiled": lambda x: lax.psum_scatter(x, AXIS, tiled=True),
+        "all_to_all": lambda x: lax.all_to_all(x.reshape(cut), AXIS, 0, 0),
+        "all_to_all tiled": lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
         # lax.pbroadcast has no derivative, and runs on GPUs alone.
         "broadcast_from": lambda x: lax.all_gather(x, AXIS)[ROOT],
     }
