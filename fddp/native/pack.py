@@ -160,7 +160,7 @@ def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
     with torch.no_grad():
         if scale != 1.0:
             _real(buffer).mul_(scale)
-        return _measure([buffer]) if stats else UNMEASURED
+        return read_stats([measure([buffer])]) if stats else UNMEASURED
 
 
 def unpack_(
@@ -205,7 +205,40 @@ def unpack_(
         pairs = zip(views(buffer, layout), outputs, strict=True)
         _copy_scaled_(outputs, [None if output is None else slot for slot, output in pairs], scale)
         written = [output for output in outputs if output is not None]
-        return _measure(written) if stats else UNMEASURED
+        return read_stats([measure(written)]) if stats else UNMEASURED
+
+
+def measure(tensors: Sequence[Tensor]) -> Tensor:
+    """Measure tensors of one device without waiting for it; see `read_stats`.
+
+    Returns:
+        Two float64 numbers on the device: the sum of squared magnitudes, and the number of elements
+        that are NaN or infinite.
+    """
+    flat = [_real(tensor).reshape(-1) for tensor in tensors]
+    whole = torch.cat(flat) if flat else torch.empty(0)
+    sq_norm = torch.linalg.vector_norm(whole, dtype=torch.float64).square()
+    return torch.stack([sq_norm, (~whole.isfinite()).sum().double()])
+
+
+def read_stats(measurements: Sequence[Tensor]) -> Stats:
+    """Return the stats of all tensors given to `measure`. Waits once for each of their devices.
+
+    Example:
+        >>> import torch
+        >>> read_stats([measure([torch.tensor([3.0])]), measure([torch.tensor([4.0])])])
+        Stats(sq_norm=25.0, finite=True)
+    """
+    totals: dict[torch.device, Tensor] = {}
+    for each in measurements:
+        totals[each.device] = each + totals[each.device] if each.device in totals else each
+    numbers = [total.tolist() for total in totals.values()]
+    return Stats(sum(n[0] for n in numbers), not any(n[1] for n in numbers))
+
+
+def measures_late(device: torch.device) -> bool:
+    """Return True if stats of this device's memory make the host wait for the device."""
+    return device.type not in _COMPILED
 
 
 def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
@@ -288,15 +321,6 @@ def _real(tensor: Tensor) -> Tensor:
         return torch.view_as_real(dense)
     # torch also rounds the factor for 16-bit tensors without a dimension.
     return dense if dense.dim() else dense.reshape(1)
-
-
-def _measure(tensors: Sequence[Tensor]) -> Stats:
-    if not tensors:
-        return Stats(0.0, True)
-    flat = torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
-    sq_norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
-    # A non-finite sum may have overflowed although all elements are finite.
-    return Stats(sq_norm, math.isfinite(sq_norm) or bool(flat.isfinite().all()))
 
 
 def _check(role: str, leaves: Sequence[Tensor | None], layout: Layout, buffer: Tensor) -> None:

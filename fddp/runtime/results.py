@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, Stats
-from fddp.native.pack import pack_, scale_, slices, unpack_
+from fddp.native.pack import (
+    measure,
+    measures_late,
+    pack_,
+    read_stats,
+    scale_,
+    slices,
+    unpack_,
+)
 from fddp.runtime.contributions import Contributions, ShardContributions
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
@@ -50,34 +58,37 @@ class Results:
         self._pool = pool
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
         self._stats = Stats(0.0, True)
+        self._late: list[Tensor] = []  # measurements that the host has not waited for
 
     @property
     def stats(self) -> Stats | None:
         """Squared norm and finiteness of the results; None unless requested."""
-        return self._stats if self._measure else None
+        return self._read() if self._measure else None
 
     @property
     def finite(self) -> bool:
         """True if all checked results are finite."""
-        return self._stats.finite
+        return self._read().finite
 
     def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
         """Unpack the results of one operation from a dense bucket, times `after`."""
         chunk = self._program.shards.chunks.get(position)
+        late = self.checks and measures_late(buffer.device)
+        checked = self.checks and not late
         if chunk is None:
-            stats = self._take_whole(bucket, buffer, after)
+            results, stats = self._take_whole(bucket, buffer, after, checked=checked)
         else:
-            self._parts[position], stats = self._own_parts(position, chunk, buffer, after)
+            results, stats = self._own_parts(position, chunk, buffer, after, checked=checked)
+            self._parts[position] = results
         self._note(stats)
+        if late:
+            self._late.append(measure(results))
 
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
         """Set the result of a sparse bucket."""
         self.leaves[leaf] = gathered
         if self.checks:
-            values = gathered._values()
-            wide = torch.complex128 if values.is_complex() else torch.float64
-            norm = float(torch.linalg.vector_norm(values.to(wide)))
-            self._note(Stats(norm * norm, bool(torch.isfinite(values).all())))
+            self._late.append(measure([gathered._values()]))
 
     def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
         """Join shards, drop reduced leaves that no rank `used`, and add the local leaves of
@@ -91,29 +102,31 @@ class Results:
         for leaf in contributions.unreduced(program):
             self.leaves[leaf] = contributions.local(leaf)
 
-    def _take_whole(self, bucket: int, buffer: Tensor, after: float) -> Stats:
+    def _take_whole(
+        self, bucket: int, buffer: Tensor, after: float, *, checked: bool
+    ) -> tuple[list[Tensor], Stats]:
         layout = self._program.layouts[bucket]
         dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
         stats = Stats(0.0, True)
         if buffer.dtype == dtype:
-            if after != 1.0 or self.checks:
-                stats = scale_(buffer[: layout.numel], after, stats=self.checks)
+            if after != 1.0 or checked:
+                stats = scale_(buffer[: layout.numel], after, stats=checked)
             results = slices(buffer, layout)
         else:
             results = self._own_slices(("cast", bucket), layout, dtype, buffer.device)
-            stats = unpack_(results, layout, buffer, after, stats=self.checks)
+            stats = unpack_(results, layout, buffer, after, stats=checked)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
             self.leaves[leaf] = result
-        return stats
+        return results, stats
 
     def _own_parts(
-        self, position: int, chunk: Chunk, buffer: Tensor, after: float
+        self, position: int, chunk: Chunk, buffer: Tensor, after: float, *, checked: bool
     ) -> tuple[list[Tensor], Stats]:
         """Copy shards into memory of their own, so that the bucket can be reused."""
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
         parts = self._own_slices(("shard", position), chunk.own_layout, dtype, buffer.device)
-        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.checks)
+        return parts, unpack_(parts, chunk.layout, buffer, after, stats=checked)
 
     def _own_slices(
         self, key: Hashable, layout: Layout, dtype: torch.dtype, device: torch.device
@@ -123,6 +136,12 @@ class Results:
         results = slices(memory, layout)  # in use before the memory is released
         self._pool.release(key, memory)
         return results
+
+    def _read(self) -> Stats:
+        if self._late:
+            self._note(read_stats(self._late))
+            self._late = []
+        return self._stats
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats
