@@ -80,9 +80,10 @@ class Results:
         else:
             results, stats = self._own_parts(position, chunk, buffer, after, checked=checked)
             self._parts[position] = results
-        self._note(stats)
         if late:
             self._late.append(measure(results))
+        else:
+            self._note(stats)
 
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
         """Set the result of a sparse bucket."""

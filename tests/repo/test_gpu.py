@@ -1,6 +1,7 @@
-"""The same path on CUDA tensors: over gloo between processes, and over NCCL.
+"""NCCL, kernel launches and the benchmark on a CUDA device.
 
-One device is enough: gloo takes several ranks on it; NCCL does not, so there it is one rank.
+NCCL does not take several ranks on one device, so there is one rank. `tests/lag` has what runs on
+any accelerator.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from benchmarks.models import stack
 from fddp.cli.progress import Stages
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, unpack_
-from fddp.tree.pytree import flatten, map_leaves
+from fddp.tree.pytree import map_leaves
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
-from tests.support.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,76 +62,8 @@ def _check(runs: list[Any], steps: int) -> None:
         assert same_bits([run[number][0] for run in runs])
 
 
-def test_gloo_averages_cuda_gradients(ranks: RankPool) -> None:
-    _check(ranks.run(2, _train, 3), 3)
-
-
 def test_nccl_averages_cuda_gradients(nccl: None) -> None:
     _check([_train(0, 1, 3)], 3)
-
-
-def test_gradients_made_on_several_streams(nccl: None) -> None:
-    params = _cuda(mlp(width=512))
-    side = torch.cuda.Stream()
-
-    def loss_fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        first, *others = p.values()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = torch.tanh(x @ first["weight"] + first["bias"])
-        b = x
-        for layer in others:
-            b = torch.tanh(b @ layer["weight"] + layer["bias"])
-        torch.cuda.current_stream().wait_stream(side)
-        return (a * b).square().mean()
-
-    x = batch(0, 0, rows=64, width=512).cuda()
-    with fddp.GradSync(params) as sync:
-        step = sync.value_and_grad(loss_fn)
-        for _ in range(5):
-            _, grads = step(params, x)
-            # `torch.func.grad` of torch 2.11 fails where backward runs on several streams.
-            tree = map_leaves(lambda leaf: leaf.detach().requires_grad_(), params)
-            loss_fn(tree, x).backward()
-            expected = map_leaves(lambda leaf: leaf.grad, tree)
-            assert largest_difference(grads, expected) < 1e-12
-
-
-def test_bfloat16_reduced_in_float32_and_mixed_dtypes(nccl: None) -> None:
-    grads = {
-        "half": torch.full((300,), 3.0, dtype=torch.bfloat16, device="cuda"),
-        "float": torch.arange(6.0, device="cuda").reshape(2, 3).T,
-        "complex": torch.full((4,), 1 + 2j, device="cuda").conj(),
-        "none": None,
-    }
-    params = {**grads, "none": torch.zeros(2, device="cuda")}
-    with fddp.GradSync(params, reduce_dtype=torch.float32) as sync:
-        result, info = sync(grads, with_info=True)
-    assert result["none"] is None
-    for name in ("half", "float", "complex"):
-        assert result[name].dtype == grads[name].dtype
-        assert torch.equal(result[name], grads[name].resolve_conj())
-    assert info.grad_norm == pytest.approx((300 * 9 + 55 + 20) ** 0.5)
-
-
-def test_non_finite_gradients_are_reported(nccl: None) -> None:
-    grads = {"w": torch.tensor([1.0, float("nan")], device="cuda")}
-    with fddp.GradSync(grads) as sync:
-        assert not sync(grads, with_info=True)[1].all_finite
-
-
-def test_sparse_gradients(nccl: None) -> None:
-    weight = torch.randn(10, 3, device="cuda", dtype=torch.float64)
-
-    def loss_fn(p: Any, index: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(index, p["table"], sparse=True).square().sum()
-
-    with fddp.GradSync({"table": weight}, sparse=["table"]) as sync:
-        _, grads = sync.value_and_grad(loss_fn)({"table": weight}, torch.tensor([1, 1, 4]).cuda())
-    assert flatten(grads)[0][0].is_sparse
-    expected = torch.zeros_like(weight)
-    expected[1], expected[4] = 4 * weight[1], 2 * weight[4]
-    assert torch.allclose(grads["table"].to_dense(), expected)
 
 
 def test_packing_many_leaves_takes_few_launches(nccl: None) -> None:

@@ -1,6 +1,7 @@
 #include "gradient_counter.h"
 
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -54,6 +55,11 @@ std::shared_ptr<BucketListener> as_listener(py::object on_bucket) {
 GradientCounter::GradientCounter(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)) {
   counts_.resize(leaves_.size(), 0);
   found_grad_.resize(leaves_.size(), false);
+  for (const at::Tensor& leaf : leaves_) {
+    const at::Device device = leaf.device();
+    if (device.is_cpu() || device.is_meta()) continue;
+    if (std::find(accelerators_.begin(), accelerators_.end(), device) == accelerators_.end()) accelerators_.push_back(device);
+  }
 }
 
 void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
@@ -74,6 +80,7 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   late_.assign(buckets, false);
   taken_.assign(buckets, false);
   streams_.assign(buckets, {});
+  note_home_streams();
   amax_bounds_.assign(buckets, 0.0);
   eager_ = std::move(eager);
   eager_of_.assign(size(), kNotEager);
@@ -207,8 +214,8 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
     arrivals_.push_back(static_cast<int64_t>(leaf));
     arrival_times_.push_back(perf_counter_s());
     const int64_t bucket = bucket_of_[leaf];
+    if (!home_.empty()) note_stream(bucket, leaves_[leaf]);
     if (bucket == kNoBucket) return;
-    record_stream(bucket, leaves_[leaf].device());
     if (!is_undefined) {
       if (taken_[bucket]) {
         late_[bucket] = true;
@@ -223,6 +230,8 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
 }
 
 at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
+  const c10::MultiStreamGuard guard(home_);
+  wait_for_streams(bucket);
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;
@@ -241,16 +250,30 @@ void GradientCounter::notify_bucket(int64_t bucket) {
     const std::lock_guard<std::mutex> lock(mutex_);
     listener = listener_;
   }
+  const c10::MultiStreamGuard guard(home_);
   if (listener) listener->bucket_ready(bucket);
 }
 
-// Backward may run parts of a graph on several streams of a device. A bucket is packed on the
-// stream of its last gradient, which must wait for the others.
-void GradientCounter::record_stream(int64_t bucket, at::Device device) {
-  if (device.is_cpu() || device.is_meta()) return;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  auto& streams = streams_[bucket];
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+void GradientCounter::note_home_streams() {
+  home_.clear();
+  for (const at::Device& device : accelerators_) {
+    home_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+}
+
+void GradientCounter::note_stream(int64_t bucket, const at::Tensor& leaf) {
+  const c10::impl::VirtualGuardImpl guard(leaf.device().type());
+  const c10::Stream stream = guard.getStream(leaf.device());
+  const auto home = std::find_if(home_.begin(), home_.end(), [&](const c10::Stream& s) { return s.device() == leaf.device(); });
+  if (home == home_.end() || stream == *home) return;
+  if (bucket != kNoBucket) {
+    auto& streams = streams_[bucket];
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+  }
+  const at::Tensor& grad = leaf.grad();
+  if (!grad.defined()) return;
+  const auto parts = grad.is_sparse() ? std::vector<at::Tensor>{grad._indices(), grad._values()} : std::vector<at::Tensor>{grad};
+  for (const at::Tensor& part : parts) guard.recordDataPtrOnStream(part.storage().data_ptr(), *home);
 }
 
 void GradientCounter::wait_for_streams(int64_t bucket) {

@@ -127,7 +127,13 @@ class GradientCounter {
   // Pack the leaf's gradient. Return it, so that it can be released without the mutex.
   at::Tensor pack_on_arrival(size_t leaf, int64_t bucket);
   void notify_bucket(int64_t bucket);
-  void record_stream(int64_t bucket, at::Device device);
+  // [Note: home streams]
+  // Backward runs parts of a graph on the streams on which forward ran them. A step packs, sends and
+  // unpacks on the stream that was current when it began, its home: that of a device's memory for
+  // buckets and results. It waits there for the streams that computed a bucket's gradients. These
+  // gradients are memory of the other streams, and must not be reused before home has read them.
+  void note_home_streams();
+  void note_stream(int64_t bucket, const at::Tensor& leaf);
   void wait_for_streams(int64_t bucket);
 
   std::shared_ptr<const BucketMembers> members_;
@@ -142,7 +148,9 @@ class GradientCounter {
   std::vector<double> amax_bounds_;                // by bucket: bound on gradients packed on arrival
   std::vector<bool> late_;                         // by bucket: a gradient arrived after take()
   std::vector<bool> taken_;                        // by bucket: take() was called
-  std::vector<std::vector<c10::Stream>> streams_;  // by bucket: streams that computed its gradients
+  std::vector<at::Device> accelerators_;           // of the leaves
+  std::vector<c10::Stream> home_;                  // of the accelerators, see [Note: home streams]
+  std::vector<std::vector<c10::Stream>> streams_;  // by bucket: others that computed its gradients
   std::shared_ptr<BucketListener> listener_;
 };
 

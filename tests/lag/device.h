@@ -1,0 +1,79 @@
+// A device that lags: every operation runs late, on the thread of a stream.
+//
+// The memory of the device has two addresses. Tensors hold the first one, which no thread can
+// access. Streams use the second one, `reachable`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace lag {
+
+constexpr auto kLag = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 2;
+
+// Address at which a stream reaches the memory of the device.
+void* reachable(const void* address);
+
+// An occurrence on a stream, such as the end of all operations that were issued before.
+class Moment {
+ public:
+  bool is_over() const;
+  void wait() const;
+  void end();
+  double ended_ms() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_ = make();
+  static std::shared_ptr<State> make();
+};
+
+c10::Stream current_stream(c10::DeviceIndex device);
+
+// Run `operation` on the thread of a stream, after those issued before. Its errors are raised at
+// the next synchronisation, as on CUDA.
+void issue(const c10::Stream& stream, std::function<void()> operation);
+
+// The end of all operations issued on a stream so far.
+Moment end_of(const c10::Stream& stream);
+
+// Make a stream wait for a moment.
+void hold(const c10::Stream& stream, const Moment& moment);
+
+// Block the host until a stream is idle. `why` is counted; empty if the wait stands for nothing that
+// a device does.
+void wait_for(const c10::Stream& stream, const std::string& why);
+
+// Reasons of the host's waits since the last call.
+std::vector<std::string> take_waits();
+
+// Keep a block from reuse until a stream has finished what was issued on it so far.
+void record_use(const void* address, const c10::Stream& stream);
+
+void resize(c10::StorageImpl& storage, size_t nbytes);
+
+// Start random delays anew. `scale` is a factor of their length.
+void seed(uint64_t number, double scale);
+
+// A tensor of the host over the memory of a tensor of the device, for operations on a stream. It keeps
+// nothing alive.
+class Operand {
+ public:
+  explicit Operand(const at::Tensor& tensor);
+  at::Tensor on_host() const;
+
+ private:
+  void* data_;
+  std::vector<int64_t> sizes_, strides_;
+  at::ScalarType dtype_;
+  bool is_conjugate_, is_negative_;
+};
+
+} // namespace lag

@@ -1,0 +1,80 @@
+// Sparse tensors of the device: their parts are tensors of the device, and operators wait for them.
+
+#include "device.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_native.h>
+#include <ATen/ops/_values_native.h>
+#include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/indices_native.h>
+#include <ATen/ops/is_coalesced_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/values_native.h>
+#include <torch/library.h>
+
+namespace lag {
+namespace {
+
+at::Tensor moved(const at::Tensor& tensor, at::Device device) {
+  if (!tensor.is_sparse()) {
+    return tensor.to(device);
+  }
+  const auto indices = tensor._indices().to(device), values = tensor._values().to(device);
+  auto sparse = at::_sparse_coo_tensor_unsafe(indices, values, tensor.sizes());
+  return sparse._coalesced_(tensor.is_coalesced());
+}
+
+// Run an operator on the host, between copies there and back.
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const auto arguments = torch::jit::pop(*stack, count);
+  torch::jit::Stack host;
+  std::optional<at::Device> device;
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      const auto& tensor = argument.toTensor();
+      device = tensor.is_cpu() ? device : tensor.device();
+      host.push_back(moved(tensor, at::kCPU));
+    } else {
+      host.push_back(argument.isDevice() ? c10::IValue(at::Device(at::kCPU)) : argument);
+    }
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(&host);
+  for (size_t i = 0; i < host.size(); ++i) {
+    const auto* alias = op.schema().returns()[i].alias_info();
+    if (alias != nullptr) {
+      const auto& target = arguments[0].toTensor();
+      TORCH_CHECK(alias->isWrite() && !target.is_sparse(), op.schema().name(), " of a sparse tensor of the device");
+      stack->push_back(target.copy_(host[i].toTensor()));
+    } else {
+      stack->push_back(host[i].isTensor() ? c10::IValue(moved(host[i].toTensor(), *device)) : host[i]);
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_indices", at::native::_indices_sparse);
+  m.impl("_values", at::native::_values_sparse);
+  m.impl("indices", at::native::indices_sparse);
+  m.impl("values", at::native::values_sparse);
+  m.impl("_nnz", at::native::_nnz_sparse);
+  m.impl("is_coalesced", at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", at::native::_coalesced_sparse_);
+  m.impl("sparse_dim", at::native::sparse_dim_sparse);
+  m.impl("dense_dim", at::native::dense_dim_sparse);
+  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
+}
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+
+} // namespace
+} // namespace lag

@@ -1,0 +1,111 @@
+"""The device that lags sees wrong orders, memory reused too early, and accesses by the host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests import lag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = range(20)
+
+
+def wrong_seeds(run: Callable[[], torch.Tensor], expected: float) -> int:
+    """Number of seeds with which a run gives another sum than expected."""
+    count = 0
+    for seed in SEEDS:
+        lag.load().seed(seed)
+        count += run().sum().item() != expected
+    return count
+
+
+def on_a_side_stream(device: torch.device, *, waits: bool) -> torch.Tensor:
+    side = torch.Stream(device=device)
+    with side:
+        total = torch.full((100,), 1.0, device=device)
+        for _ in range(10):
+            total = total + 1
+    total.record_stream(torch.accelerator.current_stream())
+    if waits:
+        torch.accelerator.current_stream().wait_stream(side)
+    return total * 1
+
+
+def freed_while_in_use(device: torch.device, *, records: bool) -> torch.Tensor:
+    side = torch.Stream(device=device)
+    source = torch.full((100,), 1.0, device=device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(10):
+            result = source * 1
+    result.record_stream(torch.accelerator.current_stream())
+    if records:
+        source.record_stream(side)
+    del source
+    torch.full((100,), 5.0, device=device)
+    torch.accelerator.current_stream().wait_stream(side)
+    return result
+
+
+def sent_from_pinned_memory(device: torch.device, *, keeps: bool) -> torch.Tensor:
+    host = torch.ones(100).pin_memory()
+    result = host.to(device, non_blocking=True)
+    if not keeps:
+        host.fill_(9.0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "expected"),
+    [
+        (on_a_side_stream, "waits", 1100.0),
+        (freed_while_in_use, "records", 100.0),
+        (sent_from_pinned_memory, "keeps", 100.0),
+    ],
+)
+def test_a_missing_order_is_seen(
+    lagging: torch.device, run: Callable[..., torch.Tensor], name: str, expected: float
+) -> None:
+    assert wrong_seeds(lambda: run(lagging, **{name: True}), expected) == 0
+    assert wrong_seeds(lambda: run(lagging, **{name: False}), expected) > len(SEEDS) / 2
+
+
+def test_the_host_cannot_access_its_memory(lagging: torch.device) -> None:
+    program = (
+        "import ctypes, torch; from tests import lag; lag.load();"
+        "print(ctypes.string_at(torch.ones(1, device='lag').data_ptr(), 1))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -11, ended.stderr
+
+
+def test_kernels_are_those_of_the_cpu(lagging: torch.device) -> None:
+    x = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+    def results(x: Any) -> list[torch.Tensor]:
+        y = torch.zeros(2, 2, device=x.device)
+        torch.add(x[:2, :2], 1, out=y)
+        return [
+            *(x.t() @ x, x.sum(0), x[:, 1::2].contiguous(), x.sort(1)[1], torch.cat([x, x + 1])),
+            *(x[x > 0], x.to(torch.complex64).conj() * 2, x.half().float(), y.add_(x[0, 0])),
+            *torch._foreach_mul([x, x[0]], 2.0),
+            torch.nn.functional.gelu(x).var(dim=1),
+        ]
+
+    for ours, expected in zip(results(x.to(lagging)), results(x), strict=True):
+        assert ours.device == lagging
+        assert torch.equal(ours.cpu(), expected)
+
+
+def test_two_devices(lagging: torch.device) -> None:
+    for seed in SEEDS:
+        lag.load().seed(seed)
+        there = (torch.ones(100, device=lagging) * 3).to("lag:1") + 1
+        assert (there.to(lagging) * 2).sum().item() == 800.0
