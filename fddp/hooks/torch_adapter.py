@@ -30,6 +30,11 @@ class GradBucket:
         self._buffer = buffer
         self._parameters = parameters
 
+    @property  # type: ignore[misc]  # that of `object` can be assigned
+    def __class__(self) -> type:
+        """torch's class, which has no constructor: hooks may test for it."""
+        return dist.GradBucket
+
     def index(self) -> int:
         """Number of the bucket in launch order."""
         return self._spec.index
