@@ -312,6 +312,49 @@ def test_what_stock_refuses_is_refused(ranks: RankPool) -> None:
             assert any(text in end.text for end in ours)
 
 
+def warned_of(ddp: DDP, rank: int) -> list[str]:
+    """Warnings about the search for unused parameters."""
+
+    def train() -> None:
+        model = ddp(nn.Linear(1, 1), find_unused_parameters=True, static_graph=True)
+        for _ in range(4):
+            model(torch.ones(1, 1)).sum().backward()
+
+    return [text for text in texts_of(train) if "find_unused_parameters" in text]
+
+
+def test_a_static_graph_that_finds_unused_parameters_warns_once(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, per_class, warned_of):
+        assert [text[:32] for text in stock] == ["You passed find_unused_parameter"]
+        assert [text[:32] for text in ours] == ["You passed find_unused_parameter"]
+
+
+def queued(ddp: DDP, rank: int) -> list[Any]:
+    """Gradients that callbacks find which hooks queue in the autograd engine: on the loss, on the
+    output, and on the weight."""
+    model = ddp(nn.Linear(1, 1, bias=False))
+    weight, found = model.module.weight, []
+
+    def queue(grad: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: found.append(weight.grad and weight.grad.item()))
+
+    for tensor in range(3):
+        weight.grad = None
+        output = model(torch.full((1, 1), 1.0 + rank))
+        loss = output * 1.0
+        handle = (loss, output, weight)[tensor].register_hook(queue)
+        loss.sum().backward()
+        handle.remove()
+    return found
+
+
+def test_callbacks_find_the_mean_if_they_are_queued_behind_an_output(ranks: RankPool) -> None:
+    for rank, (stock, ours) in enumerate(ranks.run(2, per_class, queued)):
+        assert stock == [1.0 + rank] * 3
+        assert ours == [None, 1.5, 1.5]
+
+
 # Communication hooks
 
 
