@@ -75,7 +75,7 @@ class ForwardPasses:
         if syncs:
             runner.usage.begin_forward()
         runner.usage.joining = ddp._join_config.enable
-        if changed or not runner.parameters.hooks.intact():
+        if changed or not runner.parameters.are_hooked():
             steps.change()
             logger.renumber(runner.usage.names)
         runner.parameters.hooks.await_gradients([])

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from math import isnan
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TypeAlias
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import StepTimes
 from fddp.ddp.arguments import Options
+from fddp.ddp.reducer_facade import refused
 from fddp.telemetry.step_info import SyncInfo
 
 SAMPLE_RATE = 100
@@ -158,9 +159,28 @@ class Recorder:
         if self.data:
             self.data |= entries
 
+    # Names of torch's logger
+
+    set_construction_data_and_log = set_runtime_stats_and_log = refused
+
     def set_error_and_log(self, text: str) -> None:
-        """Log an error and the number of forward passes. The name is that of DDP's logger."""
+        """Log an error and the number of forward passes."""
         self.note(has_error=1, error=text, iteration=self.iterations)
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self.note(comm_hook=name)
+
+    def _set_static_graph(self) -> None:
+        self.note(static_graph=1)
+
+    def _set_uneven_input_join(self) -> None:
+        self.note(join_uneven_inputs=1)
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """Return the data as torch's logger does: texts in `strs_map`, numbers in `ints_map`."""
+        texts = {key: value for key, value in self.data.items() if isinstance(value, str)}
+        numbers = {key: value for key, value in self.data.items() if isinstance(value, int)}
+        return SimpleNamespace(strs_map=texts, ints_map=numbers)
 
 
 def is_sampled(step: int, sample_rate: int = SAMPLE_RATE) -> bool:

@@ -58,6 +58,10 @@ class HookedParameters:
         """
         self.hooks.assign(results, replace=self._replaces)
 
+    def are_hooked(self) -> bool:
+        """Return False if a parameter has become another tensor, dtype, shape or device."""
+        return self.hooks.intact(self.leaves)
+
     def are_captured(self) -> bool:
         """Return True if the running `autograd.grad` returns a parameter's gradient."""
         leaves = (leaf for leaf in self.leaves if leaf.requires_grad)

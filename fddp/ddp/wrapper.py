@@ -52,7 +52,7 @@ from fddp.ddp.micro_batches import carried_ranks, check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.module_step import check_finalized
 from fddp.ddp.parameter_watch import ParameterWatch
-from fddp.ddp.reducer_facade import Reducer
+from fddp.ddp.reducer_facade import Reducer, refused
 from fddp.ddp.steps import Steps
 from fddp.ddp.switch import Switch
 from fddp.ddp.tensor_parallel import make_local_
@@ -485,7 +485,8 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """
         divide = kwargs.get("divide_by_initial_world_size", True)
         hook = ModuleJoinHook(self, divide)
-        self.logger.note(join_uneven_inputs=1)
+        self._divide_by_initial_world_size = divide
+        self.logger._set_uneven_input_join()
         return hook
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -539,7 +540,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
                 "new wrapper for another hook",
             )
         engine.set_hook(hook)
-        self.logger.note(comm_hook=name)
+        self.logger._set_comm_hook_name(name)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Make optimizers that run in backward wait for the mean.
@@ -631,12 +632,17 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         static = replace(self._options.arguments, static_graph=True)
         self._options = self.steps.options = replace(self._options, arguments=static)
         self.steps.runner.declare_static()
-        self.logger.note(static_graph=1)
+        self.logger._set_static_graph()
         if self.find_unused_parameters:
             warnings.warn(STATIC_FINDS_UNUSED, stacklevel=2)
 
     def _remove_autograd_hooks(self) -> None:
         self.steps.stop()
+
+    # Parts of torch's class around its reducer; see docs/ddp.md
+    _ddp_init_helper = _register_accum_grad_hook = _clear_grad_buffer = refused
+    _delayed_all_reduce_hook = _register_delay_all_reduce_hook = refused
+    _root_copy_hook = _module_wait_for_copy_hook = refused
 
     # Plan, times and logging data
 

@@ -11,13 +11,16 @@ from torch.nn.functional import pad
 
 
 def real(flat: Tensor) -> Tensor:
-    """Real view of a flat tensor, complex numbers as pairs; shape `(n,)` or `(2 * n,)`.
+    """Real view of a flat tensor, complex numbers as pairs; shape `(n,)` or `(2 * n,)`. A sparse
+    tensor is returned as it is.
 
     Example:
         >>> real(torch.tensor([1 + 2j]))
         tensor([1., 2.])
     """
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    if flat.is_sparse or not flat.is_complex():
+        return flat
+    return torch.view_as_real(flat).view(-1)
 
 
 def restored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -27,7 +30,7 @@ def restored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
         >>> restored(torch.tensor([1.0, 2.0], dtype=torch.float16), torch.complex64)
         tensor([1.+2.j])
     """
-    if not dtype.is_complex:
+    if numbers.is_sparse or not dtype.is_complex:
         return numbers.to(dtype)
     return torch.view_as_complex(numbers.to(dtype.to_real()).view(-1, 2))
 

@@ -80,7 +80,9 @@ class Bucket:
     reference: float
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of the leaves as views of the buffer."""
+        """Gradients of the leaves as views of the buffer; none of a sparse buffer."""
+        if self.buffer.is_sparse:
+            return []
         start = self.buffer.storage_offset()
         spec = self.spec
         return [
@@ -169,6 +171,11 @@ class Hook(ABC, Generic[S]):
     #: True if the hook gets unweighted gradients and divides by the number of ranks itself; see
     #: `TorchHook`
     raw: bool = False
+
+    #: True if a `raw` hook reduces sparse buckets, too, after the dense ones: `bucket.buffer` is
+    #: this rank's gradient, a coalesced sparse tensor, and the result is sparse, too. Those of
+    #: other hooks are averaged
+    takes_sparse: bool = False
 
     @property
     def stages(self) -> int:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fddp.hooks.casting import fp16_compress
 from fddp.hooks.flat import real, restored, split_views
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
@@ -22,7 +21,7 @@ class GradBucket:
     """A bucket with the interface of `torch.distributed.GradBucket`.
 
     The buffer holds the contiguous gradients back to back; complex numbers as pairs of real ones,
-    as in torch.
+    as in torch. Or it is one sparse gradient.
     """
 
     def __init__(self, spec: BucketSpec, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
@@ -30,17 +29,24 @@ class GradBucket:
         self._buffer = buffer
         self._parameters = parameters
 
+    @property  # type: ignore[misc]  # that of `object` can be assigned
+    def __class__(self) -> type:
+        """torch's class, which has no constructor: hooks may test for it."""
+        return dist.GradBucket
+
     def index(self) -> int:
         """Number of the bucket in launch order."""
         return self._spec.index
 
     def buffer(self) -> Tensor:
-        """Gradients of all parameters, shape `(n,)`, of a real dtype."""
+        """Gradients of all parameters, shape `(n,)`, of a real dtype; or a sparse tensor."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Gradient of each parameter, as a view of the buffer."""
+        """Gradient of each parameter, as a view of the buffer; none of a sparse buffer."""
         flat = self._buffer
+        if flat.is_sparse:
+            return []
         if self._spec.dtype.is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
         return split_views(flat, self._spec.shapes)
@@ -88,7 +94,7 @@ class TorchHook(Hook[tuple[()]]):
     hook: Callable[[Any, Any], torch.futures.Future[Any]]
     params: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    raw = True
+    raw = takes_sparse = True
 
     @property
     def name(self) -> str:
@@ -104,7 +110,7 @@ class TorchHook(Hook[tuple[()]]):
         is_contiguous = all(grad.is_contiguous() for grad in grads)
         flat = bucket.buffer if is_contiguous else torch.cat([grad.reshape(-1) for grad in grads])
         grad_bucket = GradBucket(spec, real(flat), self.params)
-        numel = len(grad_bucket.buffer())
+        numel = grad_bucket.buffer().numel()
         future = self.hook(self.state, grad_bucket)
         # Process groups return a class of which torch.futures.Future is a subclass.
         if not callable(getattr(future, "wait", None)):
@@ -127,7 +133,7 @@ class TorchHook(Hook[tuple[()]]):
         return Future.started(future.done, take)
 
     def _single(self, value: object, spec: BucketSpec, numel: int) -> Tensor:
-        """The tensor in the result of a future, shape `(numel,)`."""
+        """The tensor in the result of a future, shape `(numel,)` or sparse."""
         # Futures of torch's process groups hold lists.
         if isinstance(value, (list, tuple)) and len(value) == 1:
             (value,) = value
@@ -141,7 +147,28 @@ class TorchHook(Hook[tuple[()]]):
                 f"{self.name}: the future of bucket {spec.index} holds {value.numel()} elements "
                 f"where the bucket has {numel}; return all of bucket.buffer()"
             )
-        return value.reshape(-1)
+        return value if value.is_sparse else value.reshape(-1)
+
+
+@dataclass(frozen=True)
+class BuiltinFloat16(Hook[tuple[()]]):
+    """torch's built-in FP16_COMPRESS, with its bits: gradients are rounded to float16 and then
+    divided by the number of ranks, where `fp16_compress` divides first."""
+
+    raw = True
+
+    @property
+    def name(self) -> str:
+        return "FP16_COMPRESS"
+
+    def init(self, spec: BucketSpec) -> tuple[()]:
+        return ()
+
+    def apply(
+        self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, tuple[()]]]:
+        share = real(bucket.buffer).to(torch.float16, copy=True).div_(all_reduce.world_size)
+        return all_reduce(share).map(lambda total: (restored(total, bucket.spec.dtype), state))
 
 
 def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
@@ -156,10 +183,10 @@ def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
     Example:
         >>> import torch.distributed as dist
         >>> builtin(dist.BuiltinCommHookType.FP16_COMPRESS).name
-        'fp16_compress'
+        'FP16_COMPRESS'
     """
     if kind == dist.BuiltinCommHookType.ALLREDUCE:
         return allreduce
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
-        return fp16_compress
+        return BuiltinFloat16()
     raise ValueError(f"{kind!r} is not a built-in hook; pass ALLREDUCE or FP16_COMPRESS")

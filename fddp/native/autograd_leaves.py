@@ -133,8 +133,9 @@ class ParamSet(GradientCounter, Protocol):
     def begin(self) -> None:
         """Start a step, before its first gradient. It ends with `disarm`, with or without `arm`."""
 
-    def intact(self) -> bool:
-        """Return True if the hooks are still where gradients will arrive."""
+    def intact(self, params: list[Tensor]) -> bool:
+        """Return True if the hooks are still where gradients of `params`, which were given to the
+        constructor, will arrive."""
 
     def await_gradients(self, leaves: Sequence[bool]) -> None:
         """Let the first gradient of one of these leaves open a step, until one begins, although no

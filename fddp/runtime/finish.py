@@ -29,6 +29,7 @@ from fddp.runtime.failures import (
     peer_error,
 )
 from fddp.runtime.nonfinite import StopStepError
+from fddp.runtime.operations import reduce_sparse
 from fddp.runtime.step import Step
 from fddp.runtime.step_context import USUAL, WITH_VIEWS, Outcome, RegularWord
 
@@ -136,6 +137,8 @@ def send_word(step: Step, phase: Phase) -> None:
     if regular is not None:
         step.executor.send_word(regular.vector, step.fingerprint, carrier, following, phase)
         return
+    if step.bound_hook is not None:
+        reduce_sparse(step)
     if failure := step.sums.failure():
         step.fail(failure)
     vector = torch.from_numpy(_own_word(step))

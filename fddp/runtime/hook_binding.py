@@ -24,8 +24,8 @@ class BoundHook:
 
     Attributes:
         hook: the hook.
-        positions: for each dense bucket that is reduced, the position of the operation in the
-            schedule.
+        positions: for each bucket that the hook reduces, the position of the operation in the
+            schedule: the dense ones, and the sparse ones if the hook takes them.
         specs: specification of each of these buckets.
         whole: True if these operations are over all ranks.
         stateful: True if any state has a tensor or number.
@@ -56,7 +56,11 @@ class BoundHook:
                 f"{hook.name} reduces over all ranks by itself, so that it needs "
                 f"algorithm='all_reduce'"
             )
-        specs = {b: _spec(program, b, position) for b, position in positions.items()}
+        if hook.takes_sparse:
+            gathers = enumerate(program.schedule.ops)
+            positions |= {op.bucket: i for i, op in gathers if op.kind == "gather"}
+        last = next(reversed(positions), -1)
+        specs = {b: _spec(program, b, i, is_last=b == last) for b, i in positions.items()}
         what, states = f"the state of {hook.name}", _init(hook, program, specs)
         schemas = tuple(_StateSchema.of(state, what) for state in states)
         stateful = any(schema.kinds for schema in schemas)
@@ -185,7 +189,7 @@ def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
     return all(size == 1 or name in axes for name, (size, _) in program.places.items())
 
 
-def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
+def _spec(program: Program, bucket: int, position: int, *, is_last: bool) -> BucketSpec:
     """Specification of the part of a bucket that its all-reduce works on, on this rank."""
     start, stop = program.extents[position]
     planned, layout = program.plan.buckets[bucket], program.layouts[bucket]
@@ -205,7 +209,7 @@ def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
     return BucketSpec(
         index=bucket,
         count=len(program.plan.buckets),
-        is_last=bucket == program.schedule.sequence[-1],
+        is_last=is_last,
         numel=stop - start,
         dtype=getattr(torch, program.schedule.wire_dtypes[bucket]),
         device=Devices()[planned.device],

@@ -11,6 +11,8 @@ from fddp.hooks.hook import AllReduce
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
 
+_ALIKE = "a hook must pass tensors of the same size and dtype on every rank"
+
 
 class Collectives(AllReduce):
     """Issues a hook's collectives of one bucket, along some axes.
@@ -71,21 +73,34 @@ class Collectives(AllReduce):
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over the ranks that take part, unless it is the same as at this
         position of an earlier step: backends abort the process if sizes differ. If so, DesyncError
-        is raised on all of them. Other ranks have other shards, of which the hook may send more or
-        fewer tensors."""
+        is raised on all of them; if only some have changed, after the timeout, because the others
+        issue the operation itself. Other ranks have other shards, of which the hook may send more
+        or fewer tensors."""
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
             return  # these transports detect differences themselves
         place = (self._axes, self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
-        if transport.size_cache.get(place) == own:
+        before = transport.size_cache.get(place)
+        if before == own:
             return
-        received = transport.exchange(own.encode(), "hook operations", self._axes)
-        check_equal(
+        subject = (
             f"{self._what} on rank {transport.rank} of {transport.world_size}: the next operation "
-            f"of the hook",
+            f"of the hook"
+        )
+        try:
+            received = transport.exchange(own.encode(), "hook operations", self._axes)
+        except DesyncError as error:
+            if before is None:
+                raise
+            raise DesyncError(
+                f"{subject} is {own} and was {before}, which has not changed on all ranks; "
+                f"{_ALIKE} ({error})"
+            ) from error
+        check_equal(
+            subject,
             [text.decode(errors="replace") for text in received],
-            "a hook must pass tensors of the same size and dtype on every rank",
+            _ALIKE,
             DesyncError,
             self._topology.group(self._axes, transport.rank),
         )

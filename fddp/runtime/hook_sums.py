@@ -85,6 +85,30 @@ class HookSums(Sums):
             spans.append((start_s, perf_counter()))
         return HookWork(future, collectives, op, own, what, spans)
 
+    def reduce_sparse(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> Tensor:
+        """Reduce a sparse bucket, once the dense ones are done; see `Hook.takes_sparse`.
+
+        Args:
+            op: the operation that gathers the bucket.
+            own: this rank's gradient, coalesced.
+            states, what: as in `advance`.
+        """
+        for work in self._works.values():
+            self.finish(work)
+        work = self._start(op, own, states, what)
+        try:
+            with torch.no_grad():
+                result, state = work.take()
+            if not (isinstance(result, Tensor) and result.is_sparse and result.shape == own.shape):
+                raise HookError(
+                    f"{what}: a hook must return a sparse tensor of shape {tuple(own.shape)} for a "
+                    f"sparse bucket, got a {type(result).__name__}"
+                )
+        except Exception as error:
+            result, state = self._failed(error, own).wait()
+        self._new_states[op.bucket] = state
+        return result.coalesce()
+
     def finish(self, work: HookWork) -> None:
         """Wait for a reduction and store its result; later calls do nothing."""
         if not work.settled:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fddp.core.protocol.launch import Action
@@ -18,6 +19,7 @@ from fddp.errors import InternalError
 from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import pack_error
 from fddp.runtime.hook_sums import HookSums, StageWork
+from fddp.runtime.program import BucketProgram
 from fddp.runtime.sparse import SparseForm
 from fddp.runtime.step import Step
 from fddp.transport.base import Work
@@ -125,11 +127,11 @@ def gather(step: Step, position: int, wait_soon: bool) -> None:
     if report is None:
         raise InternalError("sparse gradients were gathered before the control word was read")
     (leaf,) = bucket.leaves
-    form = SparseForm(
-        step.program.plan.leaves[leaf],
-        step.program.schedule.wire_dtypes[op.bucket],
-        step.devices[bucket.device],
-    )
+    form = _sparse_form(step, bucket)
+    if op.bucket in step.sparse:
+        sources, total = step.sparse[op.bucket]
+        _put_sparse(step, leaf, total.to(getattr(torch, form.spec.dtype)), sources)
+        return
     parts = [
         (part.sources[0], part.weight / report.total_weight)
         for part in step.source.parts(op.bucket)
@@ -139,9 +141,40 @@ def gather(step: Step, position: int, wait_soon: bool) -> None:
     what = f"{bucket.text} of step {step.number}"
     gathered = form.gathered(step.program, parts, step.transport, what)
     entry.note_done()
-    step.results.put_sparse(leaf, gathered)
+    _put_sparse(step, leaf, gathered, [source for source, _ in parts])
+
+
+def reduce_sparse(step: Step) -> None:
+    """Let the hook reduce the sparse buckets that it takes, which are complete. The control word,
+    which follows, reports an error of the hook."""
+    sums, hook = step.sums, step.bound_hook
+    assert isinstance(sums, HookSums)
+    assert hook is not None
+    for op in step.program.schedule.ops:
+        if op.kind != "gather" or op.bucket not in hook.specs or op.bucket in step.context.idle:
+            continue
+        bucket = step.program.buckets[op.bucket]
+        parts = [(part.sources[0], part.weight) for part in step.source.parts(op.bucket)]
+        scaled = [(grad, step.scale.before(w)) for grad, w in parts if grad is not None]
+        own = _sparse_form(step, bucket).summed(scaled)
+        what = f"{bucket.text} of step {step.number}"
+        total = sums.reduce_sparse(op, own, step.hook_states, what)
+        step.sparse[op.bucket] = [grad for grad, _ in parts], total
+
+
+def _sparse_form(step: Step, bucket: BucketProgram) -> SparseForm:
+    (leaf,) = bucket.leaves
+    return SparseForm(
+        step.program.plan.leaves[leaf],
+        step.program.schedule.wire_dtypes[bucket.index],
+        step.devices[bucket.device],
+    )
+
+
+def _put_sparse(step: Step, leaf: int, total: Tensor, sources: list[Tensor | None]) -> None:
+    step.results.put_sparse(leaf, total)
     if step.check is not None:
-        step.check.gathered(leaf, [source for source, _ in parts])
+        step.check.gathered(leaf, sources)
 
 
 def unpack(step: Step, position: int, wait_soon: bool) -> None:

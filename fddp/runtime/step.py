@@ -63,6 +63,7 @@ class Step:
         after: factor on results.
         repairs: memory of late gradients by bucket.
         scratch: further memory of operations.
+        sparse: sparse buckets that the hook has reduced: this rank's gradients, and the result.
         works: the collective that was started last, by bucket, if Python has started it.
         record_time: True to record times, norm and finiteness.
         fingerprint: number that is equal on ranks in the same step of the same plan.
@@ -89,6 +90,7 @@ class Step:
         self.devices = Devices(cpu=_CPU)
         self.repairs: dict[int, Tensor] = {}
         self.scratch: dict[Hashable, Tensor] = {}
+        self.sparse: dict[int, tuple[list[Tensor | None], Tensor]] = {}
         self.works: dict[int, Any] = {}
         self.opened_s = self.begun_s = perf_counter()
         moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import pytest
@@ -375,3 +376,53 @@ def test_data_of_another_shape_is_followed() -> None:
     # The gradient is the input times 2, on average 3.
     want = [[[3.0] * width] * 2 for width in (2, 5, 5, 3)]
     assert fddp.loopback(2, resized) == [want] * 2
+
+
+def whole_module(ddp: Any) -> None:
+    ddp.double()
+
+
+def inner_module(ddp: Any) -> None:
+    ddp.module.double()
+
+
+def each_parameter(ddp: Any) -> None:
+    for param in ddp.parameters():
+        param.grad = None
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().double()))
+
+
+def swapped(group: Any, swap: Callable[[Any], None], ranks: Sequence[int]) -> Any:
+    ddp = DDP(nn.Linear(2, 1).float(), process_group=group)
+    inputs = torch.full((1, 2), 1.0 + group.rank)
+    ddp(inputs).sum().backward()
+    before = list(ddp.parameters())
+    if group.rank in ranks:
+        swap(ddp)
+    found = []
+    for _ in range(2):
+        ddp.zero_grad()
+        try:
+            ddp(inputs.to(ddp.module.weight.dtype)).sum().backward()
+        except fddp.errors.FddpError as error:
+            return str(error)
+        found.append((ddp.module.weight.grad.tolist(), ddp.module.weight.grad.dtype))
+    assert all(map(is_, before, ddp.parameters()))
+    return found
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("swap", [whole_module, inner_module, each_parameter])
+def test_swapped_parameters_are_followed(swap: Callable[[Any], None]) -> None:
+    for found in fddp.loopback(2, swapped, swap, range(2)):
+        assert found == [([[1.5, 1.5]], torch.float64)] * 2
+    for text in fddp.loopback(2, swapped, swap, [1]):
+        assert "parameters" in text
+        assert "changed" in text

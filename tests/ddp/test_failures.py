@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 import fddp
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
-from tests.support.groups import rank_of
+from tests.support.groups import impatient, rank_of
 from tests.support.ranks import RankPool, run_fresh
 from tests.support.wrapped_net import (
     DDP,
@@ -399,3 +399,28 @@ def test_long_texts_of_errors_are_cut_for_others() -> None:
     assert len(others) < 8_300
     cut = "x... (992,012 more characters); no gradients were produced on any rank"
     assert cut in others[8_000:]
+
+
+def late(rank: int, world_size: int, options: dict[str, Any]) -> Any:
+    """Rank 1 runs its second backward pass once the others have given up, and overwritten their
+    gradients: those of the first step, and those that there are."""
+    ddp = DDP(net(), process_group=impatient(1.0), transport="shm", **options)
+    ddp(batch(rank)).sum().backward()
+    params = list(ddp.parameters())
+    held = [param.grad for param in params]
+    ddp.zero_grad(set_to_none=False)
+    if rank == BAD:
+        dist.barrier()
+    error = ending(lambda: ddp(batch(rank)).sum().backward()).kinds[0]
+    held += [param.grad for param in params if param.grad is not None]
+    for grad in held:
+        grad.fill_(7.0)
+    if rank != BAD:
+        dist.barrier()
+    dist.barrier()
+    return error, all(bool(grad.eq(7.0).all()) for grad in held)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_a_late_rank_writes_into_no_gradients(ranks: RankPool, options: dict[str, Any]) -> None:
+    assert ranks.run(3, late, options) == [("SyncTimeoutError", True)] * 3

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -462,6 +462,31 @@ def test_hooks_that_hand_over_other_sizes(rank: int, n: int, transport: Any) -> 
         assert "(5,)" in seen.text or "(10,)" in seen.text
         assert "(6,)" in seen.text or "(12,)" in seen.text
         dist.barrier()
+
+
+@dataclass(frozen=True)
+class Changing(Uneven):
+    """Rank 1 hands over another size from its second step on."""
+
+    steps: list[int] = field(default_factory=list, compare=False)
+
+    def apply(self, state: tuple[()], bucket: Any, all_reduce: Any) -> Any:
+        self.steps.append(len(self.steps))
+        own = bucket.buffer[: 5 + self.rank * (len(self.steps) > 1)].clone()
+        return all_reduce(own).map(lambda _: (bucket.buffer, state))
+
+
+@OVER_BOTH
+@on_processes(2)
+def test_hooks_that_hand_over_other_sizes_later(rank: int, n: int, transport: Any) -> None:
+    hook = Changing("later", rank)
+    with fddp.GradSync(BIG, hook=hook, transport=transport, timeout_s=2.0) as sync:
+        sync(BIG)
+        seen = ending(lambda: sync(BIG))
+    assert seen.kinds[0] == "DesyncError", seen
+    if transport == "c10d" and rank:
+        assert "hook is all_reduce of torch.float32 (6,) and was all_reduce of" in seen.text
+        assert "which has not changed on all ranks" in seen.text
 
 
 @on_processes(2)

@@ -38,6 +38,7 @@ from tests.support.hook_models import SMALL, grads, late_loss, params
 from tests.support.models import largest_difference, rand, same_bits
 from tests.support.on_ranks import on_processes, on_threads
 from tests.support.ranks import Launch, RankPool
+from tests.support.sparse_models import dense_loss, embedding_loss, embedding_params
 
 STEPS = 4
 NOOP = TorchHook(None, debugging_hooks.noop_hook)
@@ -172,7 +173,7 @@ def test_optimizer_overlap(rank: int, n: int, only: list[str] | None) -> None:
 
 def test_builtin_hooks() -> None:
     assert builtin(dist.BuiltinCommHookType.ALLREDUCE) == allreduce
-    assert builtin(dist.BuiltinCommHookType.FP16_COMPRESS) == fp16_compress
+    assert builtin(dist.BuiltinCommHookType.FP16_COMPRESS).name == "FP16_COMPRESS"
     with pytest.raises(ValueError, match="'fp16' is not a built-in hook; pass ALLREDUCE or FP16"):
         builtin("fp16")  # type: ignore[arg-type]
 
@@ -234,6 +235,59 @@ def test_gradients_have_their_shapes_in_any_memory_order() -> None:
         wanted[0, 0, 0, 0] = 99.0
         assert torch.equal(result["b"], wanted)
         assert result["b"].stride() == last.stride()
+
+
+def test_sparse_buckets_follow_the_dense_ones() -> None:
+    own = embedding_params(torch.float32)
+    seen: list[Any] = []
+
+    def run(group: Any) -> Any:
+        def hook(_: Any, bucket: Any) -> Any:
+            buffer = bucket.buffer()
+            if group.rank == 0:
+                seen.append((buffer.is_sparse, bucket.is_last(), len(bucket.gradients())))
+            buffer.mul_(group.rank + 1)
+            return finished(buffer)
+
+        with fddp.GradSync(
+            own, group=group, sparse=["emb"], hook=TorchHook(None, hook), **SMALL
+        ) as sync:
+            step = sync.value_and_grad(embedding_loss)
+            return step(own, torch.tensor([1, 1, group.rank]))[1]
+
+    results = fddp.loopback(2, run)
+    assert seen == [(False, False, 1), (True, True, 0)]
+    for rank, result in enumerate(results):
+        index = torch.tensor([1, 1, rank])
+        alone = torch.func.grad(dense_loss)(own, index)
+        assert result["emb"].is_coalesced()
+        assert torch.allclose(result["emb"].to_dense(), alone["emb"] * (rank + 1))
+        assert torch.allclose(result["w"], alone["w"] * (rank + 1))
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(10, 4), torch.zeros(3, 3).to_sparse(1)])
+def test_a_wrong_result_for_a_sparse_bucket_fails_the_step_on_all_ranks(result: Any) -> None:
+    own = embedding_params(torch.float32)
+
+    def run(group: Any) -> list[str]:
+        def hook(_: Any, bucket: Any) -> Any:
+            is_wrong = bucket.buffer().is_sparse and group.rank == 1 and not errors
+            return finished(result if is_wrong else bucket.buffer())
+
+        errors: list[str] = []
+        with fddp.GradSync(own, group=group, sparse=["emb"], hook=TorchHook(None, hook)) as sync:
+            step = sync.value_and_grad(embedding_loss)
+            for _ in range(2):
+                try:
+                    step(own, torch.tensor([1]))
+                except fddp.errors.FddpError as error:
+                    errors.append(str(error))
+        return errors
+
+    (theirs,), (own_error,) = fddp.loopback(2, run)
+    assert "rank 1" in theirs
+    assert "HookError" in theirs
+    assert "bucket 0" in own_error
 
 
 def test_complex_numbers_are_pairs() -> None:

@@ -4,7 +4,8 @@
 // Parameters live across steps. They are therefore hooked once, at their AccumulateGrad nodes.
 // Hooks of users on the tensors run before and cannot replace ours. A pre-hook opens the step,
 // while it is still known which gradients existed before. A post-hook counts gradients. Hooks hold
-// the set weakly; the set keeps the nodes alive. A set that is destroyed leaves its hooks in place,
+// the set weakly; the set keeps the nodes alive, and borrows the parameters from them, because
+// torch.utils.swap_tensors refuses tensors with further owners. A set that is destroyed leaves its hooks in place,
 // where they do nothing, because another thread may be iterating over the hooks of the node. The
 // next set over the same parameters removes them.
 
@@ -59,6 +60,8 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   ~ParamSet() override {
     py::gil_scoped_acquire gil;
     watch_.reset();
+    if (accumulators_.size() < size()) return;  // not hooked
+    for (at::Tensor& leaf : leaves_) c10::MaybeOwnedTraits<at::Tensor>::destroyBorrow(leaf);
   }
 
   static std::shared_ptr<ParamSet> make(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch);
@@ -70,9 +73,12 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   }
 
   // Return true if all hooks are still in place and serve. A parameter whose dtype or device has changed
-  // has a new AccumulateGrad node; that of one whose shape has changed takes gradients of the old shape.
-  bool intact() const {
+  // has a new AccumulateGrad node; that of one whose shape has changed takes gradients of the old shape;
+  // one that was swapped is another tensor in the same object of `params`.
+  bool intact(const py::list& params) const {
+    TORCH_CHECK_VALUE(params.size() == size(), "expected ", size(), " parameters, got ", params.size());
     for (size_t i = 0; i < size(); ++i) {
+      if (!tensor_at(params, i).is_same(leaves_[i])) return false;
       if (torch::autograd::impl::try_get_grad_accumulator(leaves_[i]) != accumulators_[i]) return false;
       if (leaves_[i].sizes() != shapes_[i]) return false;
     }
@@ -311,9 +317,10 @@ void ParamSet::hook() {
     }
     node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this(), i));
     node->add_post_hook(std::make_unique<PostAccumulateHook>(weak_from_this(), i));
-    accumulators_.push_back(std::move(node));
     shapes_.emplace_back(leaves_[i].sizes().begin(), leaves_[i].sizes().end());
+    accumulators_.push_back(std::move(node));
   }
+  for (at::Tensor& leaf : leaves_) leaf = c10::MaybeOwnedTraits<at::Tensor>::createBorrow(leaf);
 }
 
 std::shared_ptr<ParamSet> ParamSet::make(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch) {

@@ -384,7 +384,8 @@ bool ShmGroup::satisfied(const WaitCondition& condition) const {
 
 // Return the number of the first operation that a member has abandoned; the maximum if there is
 // none. Operations before it can still complete. Without this check, a member that reaches an
-// abandoned operation late would find that all members had posted it.
+// abandoned operation late would find that all members had posted it, and write into tensors that
+// their owners use again. Only a member that is stopped while it writes can end that write late.
 uint64_t ShmGroup::first_abandoned() const {
   uint64_t first = std::numeric_limits<uint64_t>::max();
   for (size_t m = 0; m < members(); ++m) {

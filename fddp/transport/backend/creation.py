@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from fddp.core.protocol.differences import check_equal
+from fddp.errors import DesyncError
 from fddp.native import extension
 from fddp.transport.backend.exits import leave_groups_at_exit
 from fddp.transport.backend.store_exchange import StoreExchange
@@ -37,6 +41,9 @@ class BackendChoice(NamedTuple):
 _choices: dict[str, BackendChoice] = {}
 """By name of the process group."""
 
+_named: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By default group: number of groups whose names were compared, by their ranks."""
+
 
 def create_backend(options: Any, _: object = None) -> Any:
     """Create the backend of a new process group; a collective call of its ranks; blocks.
@@ -46,9 +53,11 @@ def create_backend(options: Any, _: object = None) -> Any:
 
     Raises:
         SyncTimeoutError: some ranks did not take part within the timeout of the group.
+        DesyncError: the ranks have different names for the group.
     """
     leave_groups_at_exit()
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
+    _check_names(options, timeout_s)
     whole = _default_backend()
     if size == 1:
         backend = extension.load().ShmBackend.alone(timeout_s)
@@ -65,6 +74,32 @@ def create_backend(options: Any, _: object = None) -> Any:
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
     return backend
+
+
+def _check_names(options: Any, timeout_s: float) -> None:
+    """Compare the name of a group beside the default one, for which torch counts a rank's groups.
+
+    It is a part of the store's keys: ranks with different names would wait for each other.
+    """
+    members, world = tuple(options.global_ranks_in_group), dist.group.WORLD
+    if world is None or len(members) < 2:
+        return
+    named = _named.setdefault(world, Counter())
+    # torch adds the name and the device to the store of the default group.
+    shared = options.store.underlying_store.underlying_store
+    store = dist.PrefixStore(f"fddp/names/{members}/{named[members]}", shared)
+    exchange = StoreExchange(store, options.group_rank, options.group_size, timeout_s)
+    names = [name.decode() for name in exchange.exchange(options.group_id.encode())]
+    named[members] += 1
+    exchange.close()
+    check_equal(
+        f"the name of the process group of ranks {', '.join(map(str, members))}",
+        names,
+        "these ranks have made different numbers of groups before; make the same groups on all of "
+        "them, with and without use_local_synchronization",
+        DesyncError,
+        members,
+    )
 
 
 def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:

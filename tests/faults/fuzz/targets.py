@@ -252,7 +252,7 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
             layout = module.Layout([0], [(3,)], [(1,)], 3)
             found.aliases_buffer([draw.number()], torch.ones(draw.below(5)), layout)
         case _ if not is_leaves:
-            found.intact()
+            found.intact([draw.tensor() for _ in range(draw.below(4))])
             found.assign([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
             found.restore()
 

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import fddp
 from tests.support.backends import new_fddp_group
 from tests.support.ranks import RankPool, run_fresh
 
@@ -110,6 +112,41 @@ def _with_a_late_message(rank: int, world_size: int, kind: str, size: int) -> li
     assert bool(total.eq(world_size).all())
     dist.destroy_process_group(group)
     return texts
+
+
+_SHARED = {
+    "all_reduce": lambda x, group: dist.all_reduce(x, group=group, async_op=True),
+    "broadcast": lambda x, group: dist.broadcast(x, group_src=1, group=group, async_op=True),
+    "all_gather": lambda x, group: dist.all_gather_into_tensor(
+        x, x[: len(x) // 3].clone(), group=group, async_op=True
+    ),
+    "all_to_all": lambda x, group: dist.all_to_all_single(x, x.clone(), group=group, async_op=True),
+}
+
+
+def _writing_late(rank: int, world_size: int, kind: str) -> bool:
+    """Rank 1 calls what the others have given up, after these have overwritten their tensors."""
+    group = new_fddp_group(1.0)
+    tensors = [fddp.empty_shared(size, group=group).fill_(rank) for size in (3, 30_000, 600_000)]
+    dist.barrier(group)
+    if rank == 1:
+        dist.barrier()
+    works = [_SHARED[kind](tensor, group) for tensor in tensors]
+    for work in works:
+        with suppress(RuntimeError) if rank == 1 else pytest.raises(RuntimeError, match="rank 1"):
+            work.wait()
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    if rank != 1:
+        dist.barrier()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return all(bool(tensor.eq(7.0).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("kind", _SHARED)
+def test_a_late_rank_writes_into_no_shared_tensors(kind: str, ranks: RankPool) -> None:
+    assert ranks.run(3, _writing_late, kind) == [True] * 3
 
 
 @pytest.mark.parametrize(("kind", "size"), [_CALLS[5], _CALLS[6]])

@@ -21,7 +21,7 @@ from fddp.transport.backend.registration import register
 from tests.support.backends import as_default, new_fddp_group
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.programs import torchrun
-from tests.support.ranks import RankPool, split_into_hosts
+from tests.support.ranks import RankPool, run_fresh, split_into_hosts
 
 
 def _choice(rank: int, world_size: int) -> tuple[BackendChoice, BackendChoice]:
@@ -161,6 +161,28 @@ def test_profiles_and_flight_recorder_show_operations(ranks: RankPool) -> None:
         assert names == ["fddp:all_gather", "fddp:all_reduce", "fddp:barrier"]
         if hasattr(c10d, "FlightRecorderHook"):
             assert entries == [("fddp:all_reduce", [[4]]), ("fddp:barrier", [])]
+
+
+def _miscounted(rank: int, world_size: int) -> str:
+    """Rank 1 makes a group of its own, and then both make one that is named by their counts."""
+    if rank == 1:
+        dist.new_group([1], backend="fddp", use_local_synchronization=True)
+    with pytest.raises(fddp.errors.DesyncError) as caught:
+        dist.new_group([0, 1], backend="fddp", use_local_synchronization=True)
+    if rank == 0:
+        dist.new_group([0], backend="fddp", use_local_synchronization=True)
+    pair = dist.new_group([0, 1], backend="fddp", use_local_synchronization=True)
+    dist.all_reduce(total := torch.ones(1), group=pair)
+    assert total.item() == 2.0
+    return str(caught.value)
+
+
+def test_members_that_made_different_numbers_of_groups(ranks: RankPool, tmp_path: Path) -> None:
+    over_gloo = [outcome.result for outcome in run_fresh(2, _miscounted)]
+    over_fddp = ranks.run(2, as_default, str(tmp_path), _miscounted)
+    for text in [*over_gloo, *over_fddp]:
+        assert "the name of the process group of ranks 0, 1 is" in text
+        assert "these ranks have made different numbers of groups before" in text
 
 
 def test_registration_is_repeatable() -> None:
