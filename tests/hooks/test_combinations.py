@@ -30,6 +30,9 @@ from tests.support.models import largest_difference, rand, same_bits
 from tests.support.ranks import HOSTS, RankPool, on_hosts, split_into_hosts
 
 
+pytestmark = pytest.mark.slow  # together, some ten seconds
+
+
 class HookCase(NamedTuple):
     """A hook of the table.
 

@@ -33,6 +33,8 @@ char byte_of(uint64_t id, uint64_t at) {
   return static_cast<char>((id * 31 + at * 7 + at / 251) & 0x7f);
 }
 
+constexpr int32_t kUnanswered = 9;  // tag
+
 struct Letter {
   size_t from;
   size_t to;
@@ -77,7 +79,26 @@ class Member {
     received_.clear();
   }
 
-  void leave() {
+  // Finish an exchange to which all contribute while receives are pending that nobody answers, and
+  // leave. It completes on each member, whichever have left. The receives fail, and nothing else:
+  // member 0 leaves last, and waits for them.
+  void leave(uint64_t id) {
+    char unused = 0;
+    std::vector<MessagePtr> unanswered;
+    for (size_t m = 0; m < group_->members(); ++m) {
+      if (m == group_->index()) continue;
+      unanswered.push_back(messages_->receive({m, kUnanswered, &unused, 1, nullptr, nullptr}));
+    }
+    start_exchange(id);
+    // Time for the others to leave, and for the progress thread to look for them.
+    if (own_() % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(25));
+    finish_exchange(id);
+    if (group_->index() == 0) {
+      for (const MessagePtr& message : unanswered) {
+        const Status status = messages_->wait(*message, std::chrono::seconds(60));
+        require(status == Status::kLost, "a receive from a member that left");
+      }
+    }
     messages_->close();
     group_->leave();
   }
@@ -228,7 +249,7 @@ int main(int argc, char** argv) {
   for (auto& member : members) {
     threads.emplace_back([&] {
       for (uint64_t id = 0; id < rounds; ++id) member->round(id);
-      member->leave();
+      member->leave(rounds);
     });
   }
   for (auto& thread : threads) thread.join();

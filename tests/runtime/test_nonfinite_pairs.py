@@ -21,6 +21,8 @@ from tests.support.pairwise import pairwise
 from tests.support.ranks import HOSTS, RankPool, on_hosts
 from tests.support.spoiled_trees import INF, NAN, TINY
 
+pytestmark = pytest.mark.slow  # together, some ten seconds
+
 RANKS = 4
 DENSE, LATE, ROWS, MORE = "dense", "late", "rows", "rows too"
 SHAPES = {DENSE: (6, 5), LATE: (4,), ROWS: (6, 2), MORE: (5, 3)}

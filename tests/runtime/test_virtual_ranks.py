@@ -21,6 +21,8 @@ from tests.support.digests import digest
 from tests.support.models import rand, varied_loss, varied_params
 from tests.support.ranks import Launch, launch_fixture, launch_over
 
+pytestmark = pytest.mark.slow  # together, some ten seconds
+
 COUNT = 8
 STEPS = 3
 launch = launch_fixture("loopback", "c10d", "shm")
