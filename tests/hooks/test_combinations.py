@@ -29,7 +29,6 @@ from tests.support.hook_models import SMALL, Halves, Same, weighted_sum
 from tests.support.models import largest_difference, rand, same_bits
 from tests.support.ranks import HOSTS, RankPool, on_hosts, split_into_hosts
 
-
 pytestmark = pytest.mark.slow  # together, some ten seconds
 
 
