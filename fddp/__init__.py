@@ -42,8 +42,8 @@ Tools
 
 Every error that is raised on purpose is a FddpError:
     ClosedError, DesyncError, HookError, InternalError, LossError, NoGradientError,
-    NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError, ScheduleError,
-    SyncTimeoutError, TransformError, TreeMismatchError, UnevenError, WeightError.
+    NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError, ReplicationError,
+    ScheduleError, SyncTimeoutError, TransformError, TreeMismatchError, UnevenError, WeightError.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ from fddp.errors import (
     PlanMismatchError,
     RankLostError,
     ReentryError,
+    ReplicationError,
     ScheduleError,
     SyncTimeoutError,
     TransformError,
@@ -128,15 +129,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "ClosedError", "Communicator", "CostModel",
-    "DesyncError", "DistributedDataParallel", "FddpError", "GradSync", "HookError", "InternalError",
-    "Jitter", "LeafSpec", "LossError", "NoGradientError", "NonFiniteError", "Op", "PeerError",
-    "PlanMismatchError", "RankLostError", "ReentryError", "Schedule", "ScheduleError", "SyncInfo",
-    "SyncTimeoutError", "Topology", "TransformError", "TreeMismatchError", "UnevenError",
-    "VirtualSampler", "WeightError", "all_gather", "all_to_all", "as_transform", "broadcast",
-    "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "flight",
-    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost",
-    "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
-    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
+    "DesyncError", "DistributedDataParallel", "FddpError", "GradSync", "HookError",
+    "InternalError", "Jitter", "LeafSpec", "LossError", "NoGradientError", "NonFiniteError", "Op",
+    "PeerError", "PlanMismatchError", "RankLostError", "ReentryError", "ReplicationError",
+    "Schedule", "ScheduleError", "SyncInfo", "SyncTimeoutError", "Topology", "TransformError",
+    "TreeMismatchError", "UnevenError", "VirtualSampler", "WeightError", "all_gather",
+    "all_to_all", "as_transform", "broadcast", "broadcast_from", "check_replicas",
+    "check_schedule", "dump_flights", "empty_shared", "flight", "functionalize", "hooks",
+    "loopback", "make_schedule", "measure_cost", "plan_buckets", "plan_optimal", "pmax", "pmean",
+    "psum", "rebucket", "reconcile", "reduce_scatter", "simulate", "sync_on_backward", "tree_map",
+    "uneven", "virtual_rng",
 ]  # fmt: skip
 
 registration.register()

@@ -135,6 +135,20 @@ class DesyncError(FddpError):
         self.ranks = ranks
 
 
+class ReplicationError(FddpError):
+    """A training step does not keep replicas equal. Raised by `fddp.testing.check_replication`.
+
+    Attributes:
+        path: path of the result that differs between ranks; empty if collectives are at fault.
+        line: file and line of the user's code; empty if it is not known.
+    """
+
+    def __init__(self, message: str, *, path: str = "", line: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+
+
 class _FailedOperation(FddpError):  # noqa: N818 - a private base class
     bucket: int = -1
     paths: tuple[str, ...] = ()

@@ -4,6 +4,8 @@ These names are public, and may change between minor versions.
 
     Group, Mesh, LoopbackGroup, resolve, resolve_mesh
                                 groups of ranks, and the arguments that name them
+    mirrored, Operation, Rendezvous
+                                a group of one thread, which sees each collective
     communicator_of, GroupRegistry, run_operator, Reduction, SUMMABLE_DTYPES
                                 communicators, objects of groups, and a reduction of leaves
     call_site, Site             a line of the caller's code
@@ -50,8 +52,10 @@ from fddp.telemetry.flight.divergence import find_divergences
 from fddp.telemetry.flight.log import Flight, rank_names
 from fddp.telemetry.waits import waits_since
 from fddp.transport import Group, LoopbackGroup, resolve
+from fddp.transport.loopback import Rendezvous
 from fddp.transport.mesh import Mesh, resolve_mesh
-from fddp.transport.operation import SUMMABLE_DTYPES
+from fddp.transport.mirror import mirrored
+from fddp.transport.operation import SUMMABLE_DTYPES, Operation
 from fddp.tree.foreign import to_array, to_tensor
 from fddp.tree.pytree import check_paths
 from fddp.tree.pytree import flatten as tree_flatten
@@ -59,10 +63,11 @@ from fddp.tree.pytree import flatten as tree_flatten
 __all__ = [
     "COMPUTE", "MIB", "SUMMABLE_DTYPES", "Algorithm", "BucketTimes", "Cost", "Flight", "Group",
     "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh",
-    "ReadyTimes", "Reduction", "Scaling", "Schema", "Site", "Span", "StepHandle", "StepTimes",
-    "Target", "Timeline", "call_site", "check_equal", "check_paths", "communicator_of", "counted",
-    "dense_strides", "exchange", "find_divergences", "html_table", "is_collective", "optimal_plan",
-    "optional", "plain_table", "plan_leaves", "preset_or_model", "rank_names", "ready_seconds",
-    "replay", "resolve", "resolve_mesh", "run_operator", "size_text", "summary", "to_array",
-    "to_tensor", "tree_flatten", "unit_of", "waits_since",
+    "Operation", "ReadyTimes", "Reduction", "Rendezvous", "Scaling", "Schema", "Site", "Span",
+    "StepHandle", "StepTimes", "Target", "Timeline", "call_site", "check_equal", "check_paths",
+    "communicator_of", "counted", "dense_strides", "exchange", "find_divergences", "html_table",
+    "is_collective", "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves",
+    "preset_or_model", "rank_names", "ready_seconds", "replay", "resolve", "resolve_mesh",
+    "run_operator", "size_text", "summary", "to_array", "to_tensor", "tree_flatten", "unit_of",
+    "waits_since",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup, TransportName
+from fddp.transport.loopback import DEFAULT_GROUP
 
 STATIC_FINDS_UNUSED = (
     "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
@@ -162,6 +163,7 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
                 f"over: mesh[name]"
             )
         return mesh.get_group(mesh_dim=0)
+    group = DEFAULT_GROUP.get() if group is None else group
     if group is None and dist.group.WORLD is None:
         raise ValueError(
             "Default process group has not been initialized, please make sure to call "

@@ -12,8 +12,8 @@ from fddp.errors import FddpError
 from fddp.transport.base import Transport as Transport
 from fddp.transport.base import Work as Work
 from fddp.transport.c10d.transport import C10dTransport
+from fddp.transport.loopback import DEFAULT_GROUP, LoopbackTransport, group_of_one
 from fddp.transport.loopback import LoopbackGroup as LoopbackGroup
-from fddp.transport.loopback import LoopbackTransport, group_of_one
 from fddp.transport.loopback import loopback as loopback
 from fddp.transport.selection import choose
 from fddp.transport.torch_private import is_foreign
@@ -83,6 +83,7 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
         TypeError: `group` is not a group.
         ValueError: a `DeviceMesh` of several dimensions, or this process is not a member.
     """
+    group = DEFAULT_GROUP.get() if group is None else group
     if isinstance(group, LoopbackGroup):
         return group
     if isinstance(group, dist.ProcessGroup) and is_foreign(group):

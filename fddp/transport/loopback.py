@@ -69,7 +69,7 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     __tracebackhide__ = True  # of pytest: the error is that of a rank
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
-    state = _SharedState(world_size, timeout_s)
+    state = LoopbackState(world_size, timeout_s)
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []  # in chronological order
 
@@ -114,7 +114,7 @@ class LoopbackGroup:
         size: number of ranks in the group.
     """
 
-    def __init__(self, rank: int, state: _SharedState) -> None:
+    def __init__(self, rank: int, state: LoopbackState) -> None:
         self.rank = rank
         self.size = state.size
         self._state = state
@@ -128,10 +128,15 @@ class LoopbackGroup:
 
 def group_of_one(owner: object, timeout_s: float) -> LoopbackGroup:
     """Return a group of this rank alone, the same one for as long as `owner` lives."""
-    return _groups_of_one.setdefault(owner, LoopbackGroup(0, _SharedState(1, timeout_s)))
+    return _groups_of_one.setdefault(owner, LoopbackGroup(0, LoopbackState(1, timeout_s)))
 
 
 _groups_of_one: weakref.WeakKeyDictionary[Any, LoopbackGroup] = weakref.WeakKeyDictionary()
+
+DEFAULT_GROUP: contextvars.ContextVar[LoopbackGroup | None] = contextvars.ContextVar(
+    "fddp_default_group", default=None
+)
+"""Group for `group=None` in place of the default group of `torch.distributed`; see `mirror.py`."""
 
 
 class ThreadStatusBoard(StatusBoard):
@@ -192,7 +197,7 @@ class LoopbackTransport(Transport):
     def _start(self, operation: Operation) -> Work:
         position = self._issued[operation.ranks]
         self._issued[operation.ranks] += 1
-        key = _CollectiveKey(self._channel, operation.ranks, position)
+        key = CollectiveKey(self._channel, operation.ranks, position)
         rendezvous = self._state.join(key, self.rank, operation)
         return _LoopbackWork(self, rendezvous, operation.record_time)
 
@@ -233,7 +238,7 @@ class LoopbackTransport(Transport):
 
 class _LoopbackWork(Work):
     def __init__(
-        self, transport: LoopbackTransport, rendezvous: _Rendezvous, record_time: bool
+        self, transport: LoopbackTransport, rendezvous: Rendezvous, record_time: bool
     ) -> None:
         self._transport = transport
         self._rendezvous = rendezvous
@@ -256,6 +261,7 @@ class _LoopbackWork(Work):
 
     def _outcome(self, what: str) -> FddpError | None:
         transport, rendezvous = self._transport, self._rendezvous
+        rendezvous.what = what
         where = f"{what} on rank {transport.rank} of {transport.world_size}"
         if transport.closed_by and rendezvous.done_s is None:
             return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
@@ -282,7 +288,7 @@ class _LoopbackWork(Work):
         return error
 
 
-class _CollectiveKey(NamedTuple):
+class CollectiveKey(NamedTuple):
     """Identity of a collective, equal on all its ranks."""
 
     channel: int  # the transport
@@ -290,23 +296,27 @@ class _CollectiveKey(NamedTuple):
     position: int  # among the operations of these ranks on this transport
 
 
-class _Rendezvous:
-    """Operations of the ranks that have joined a collective. Guarded by `_SharedState._changed`."""
+class Rendezvous:
+    """Operations of the ranks that have joined a collective, and the description of the first that
+    waited for it. Guarded by `LoopbackState._changed`."""
 
-    def __init__(self, key: _CollectiveKey) -> None:
+    def __init__(self, key: CollectiveKey) -> None:
         self.key = key
+        self.what = ""
         self.operations: dict[int, Operation] = {}
         self.mismatch: str | None = None
         self.done_s: float | None = None
 
 
-class _SharedState:
+class LoopbackState:
+    """State that the ranks of a loopback group share."""
+
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._openings: dict[int, dict[int, str]] = {}
-        self._rendezvous: dict[_CollectiveKey, _Rendezvous] = {}
+        self._rendezvous: dict[CollectiveKey, Rendezvous] = {}
         self._exits: dict[tuple[int, int | None], str] = {}  # by rank and channel; None: all
         self.gave_up: set[tuple[int, int]] = set()  # ranks and channels, after a time limit
         self.mismatches: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
@@ -342,10 +352,10 @@ class _SharedState:
         with self._changed:
             return dict(self._openings[channel])
 
-    def join(self, key: _CollectiveKey, rank: int, operation: Operation) -> _Rendezvous:
+    def join(self, key: CollectiveKey, rank: int, operation: Operation) -> Rendezvous:
         """Join a collective; the last rank to join executes it."""
         with self._changed:
-            rendezvous = self._rendezvous.setdefault(key, _Rendezvous(key))
+            rendezvous = self._rendezvous.setdefault(key, Rendezvous(key))
             first_rank, first = next(iter(rendezvous.operations.items()), (rank, operation))
             rendezvous.operations[rank] = operation
             if rendezvous.mismatch is None and str(operation) != str(first):
@@ -354,13 +364,13 @@ class _SharedState:
             if len(rendezvous.operations) == len(key.ranks):
                 del self._rendezvous[key]
                 if rendezvous.mismatch is None:
-                    _execute([rendezvous.operations[r] for r in key.ranks])
+                    execute([rendezvous.operations[r] for r in key.ranks])
                 rendezvous.done_s = time.perf_counter()
             self._changed.notify_all()
             return rendezvous
 
     def wait(
-        self, rendezvous: _Rendezvous, timeout_s: float, aborted: Callable[[], object | None]
+        self, rendezvous: Rendezvous, timeout_s: float, aborted: Callable[[], object | None]
     ) -> dict[int, str | None]:
         """Wait for all ranks to join; return missing ranks with the reason why they left, if any.
 
@@ -381,7 +391,7 @@ class _SharedState:
         failed, text = self._step_failures.get(channel, (-1, ""))
         return text if failed == step else None
 
-    def is_over(self, rendezvous: _Rendezvous) -> bool:
+    def is_over(self, rendezvous: Rendezvous) -> bool:
         with self._changed:
             return self._is_over(rendezvous)
 
@@ -391,10 +401,10 @@ class _SharedState:
             self._exits.setdefault((rank, channel), reason)
             self._changed.notify_all()
 
-    def _is_over(self, rendezvous: _Rendezvous) -> bool:
+    def _is_over(self, rendezvous: Rendezvous) -> bool:
         return rendezvous.mismatch is not None or self._is_settled(self._missing_at(rendezvous))
 
-    def _missing_at(self, rendezvous: _Rendezvous) -> dict[int, str | None]:
+    def _missing_at(self, rendezvous: Rendezvous) -> dict[int, str | None]:
         channel, ranks, _ = rendezvous.key
         return self._missing(ranks, rendezvous.operations, channel)
 
@@ -415,7 +425,8 @@ class _SharedState:
 
 
 @torch.no_grad()
-def _execute(operations: list[Operation]) -> None:
+def execute(operations: list[Operation]) -> None:
+    """Carry out one operation of several ranks, in the order of ranks."""
     first = operations[0]
     tensors = [operation.tensor for operation in operations]
     if first.kind == "all_reduce":

@@ -1,0 +1,284 @@
+"""`check_replication`: whether a training step keeps replicas equal."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fddp import ReplicationError
+from fddp.extend import counted, tree_flatten
+from fddp.testing.replication.lines import Lines, Origin, origin
+from fddp.testing.replication.observers import (
+    Collective,
+    Reads,
+    first_difference,
+    is_reduction,
+    varying_reads,
+)
+from fddp.testing.replication.runs import RANDOM, RANK, Outcome, Program, program
+from fddp.testing.replication.values import growth, is_same, is_whole
+
+_EXTREMES = (math.nan, 1e6, 0.0)
+_READ_RUNS = 3
+_INVALID = "raised only with changed inputs; pass a function of the rank that makes valid ones"
+
+
+def check_replication(
+    step: Callable[..., Any],
+    *,
+    replicated: Sequence[Any] = (),
+    varying: Sequence[Any] = (),
+    ranks: int = 2,
+) -> None:
+    """Check, in one process and without ranks, that a training step keeps replicas equal.
+
+    The step runs some ten times on copies of its inputs: as rank 0; as rank 1, with other varying
+    inputs and the results of rank 0's collectives, whereupon all that is replicated must have the
+    same bits; with extreme inputs, whereupon the collectives must be the same; and on more ranks.
+    On failure it runs again, to find the input and the line. `GradSync`, wrapped modules and
+    communicators must be made within the step, on the default group or on `group`.
+
+    Args:
+        step: called as `step(*replicated, *varying)`, with `group=` if it has such a parameter.
+            `group.rank` and `group.size` are those of the run.
+        replicated: inputs that are equal on all ranks: trees, modules, optimizers, generators.
+            After the step they must still be equal, and so must the results: if there are n trees
+            among them and the step returns a tuple, its first n elements; else all, unless there
+            are modules and optimizers alone. Without replicated inputs, all results.
+        varying: inputs that each rank has for itself. Where another rank's are needed, elements are
+            put in another order, and floating ones made smaller; a function is called with the rank
+            instead. Growth with the number of ranks is not checked if a generator is among them,
+            because noise does not add up as values do, nor in steps with shards.
+        ranks: number of ranks that the step seems to run on, as large as its meshes require.
+
+    Raises:
+        ReplicationError: a result or state differs between ranks; ranks would make different
+            collective calls; a mean is taken of equal values, or a sum; a result grows with the
+            number of ranks.
+        Exception: an error of the step.
+
+    Warns:
+        UserWarning: a buffer of a module differs between ranks.
+
+    Example:
+        >>> import fddp, torch
+        >>> def step(params, batch):
+        ...     grads = torch.func.grad(lambda p: (p["w"] - batch).square().mean())(params)
+        ...     return fddp.tree_map(lambda p, g: p - 0.1 * g, params, fddp.pmean(grads))
+        >>> check_replication(step, replicated=({"w": torch.ones(3)},), varying=(torch.rand(3),))
+    """
+    __tracebackhide__ = True
+    checked = program(step, replicated, varying)
+    reads = Reads()
+    usual = checked.run(frozenset(), ranks, reads=reads)
+    if usual.error is not None:
+        raise usual.error
+    other_reads = Reads()
+    other = checked.run(
+        frozenset(checked.causes), ranks, earlier=usual.collectives, reads=other_reads
+    )
+    read_at = {k: str(site) for k, site in varying_reads(usual.reads, other.reads).items()}
+    _check_collectives(usual, other, read_at)
+    if other.error is not None:
+        raise ReplicationError(f"the step {_INVALID}: {other.error!r}") from other.error
+    _check_values(checked, usual, other, ranks)
+    _check_redundant(usual, other)
+    sent = usual.collectives
+    for factor in _EXTREMES:
+        extreme = checked.run(frozenset(), ranks, earlier=sent, factor=factor)
+        _check_collectives(usual, extreme, read_at)
+    for seed in range(_READ_RUNS if read_at else 0):
+        misled = Reads(frozenset(read_at), seed)
+        _check_collectives(
+            usual, checked.run(frozenset(), ranks, earlier=sent, reads=misled), read_at
+        )
+    if not (checked.draws or any("reduce_scatter" in c.form for c in usual.collectives)):
+        _check_growth(usual, checked.run(frozenset(), 2 * ranks))
+    _warn_of_buffers(usual, other)
+
+
+# Different collectives
+
+
+def _check_collectives(usual: Outcome, other: Outcome, read_at: dict[str, str]) -> None:
+    __tracebackhide__ = True
+    difference = first_difference(usual.collectives, other.collectives)
+    if difference is None or (other.error is not None and difference[1] is None):
+        return
+    one, two = (_named(collective) for collective in difference)
+    read = (
+        f"This depends on a number that differs between ranks, read at {_some(read_at)}; decide by "
+        f"one that is equal on all ranks, such as fddp.pmean(loss)"
+        if read_at
+        else "This depends on the rank, or on the shapes of its inputs; make the same calls on all "
+        "ranks"
+    )
+    first = difference[0] or difference[1]
+    raise ReplicationError(
+        f"ranks would make different collective calls, and hang or fail: one {one}, where another "
+        f"{two}. {read}",
+        line="" if first is None else first.place,
+    )
+
+
+def _named(collective: Collective | None) -> str:
+    return "calls none" if collective is None else f"calls {collective.text}"
+
+
+def _some(lines: Sequence[str] | dict[str, str]) -> str:
+    return " and ".join(list(lines)[:3])
+
+
+# Values that differ
+
+
+def _check_values(checked: Program, usual: Outcome, other: Outcome, ranks: int) -> None:
+    __tracebackhide__ = True
+    paths = _differing(usual.values, other.values)
+    if not paths:
+        return
+    path, more = paths[0], len(paths) - 1
+    causes = _causes(checked, usual, path, ranks)
+    found = _origin(checked, usual, causes, path, ranks)
+    also = f" (and {counted(more, 'leaf')} more)" if more else ""
+    through = "" if found is None else f" through\n  {found.source}      {found.place}\n"
+    raise ReplicationError(
+        f"{path}{also} differs between ranks: it depends on {_texts(causes)}{through or ' '}"
+        f"and no collective makes it equal; {_way_out(checked, causes, found, path)}",
+        path=path,
+        line="" if found is None else found.place,
+    )
+
+
+def _differing(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    paths = [*values, *(path for path in others if path not in values)]
+    found = [p for p in paths if not is_same(values.get(p), others.get(p))]
+    return sorted(found, key=lambda path: not path.startswith("result"))
+
+
+def _causes(checked: Program, usual: Outcome, path: str, ranks: int) -> list[str]:
+    """Causes that alone make a value differ; none if it differs without any."""
+
+    def differs(*causes: str) -> bool:
+        run = checked.run(frozenset(causes), ranks, earlier=usual.collectives)
+        return run.error is None and not is_same(usual.values.get(path), run.values.get(path))
+
+    if differs():
+        return []
+    inputs = [name for name in checked.varying if differs(name)]
+    return inputs or [cause for cause in (RANK, RANDOM) if differs(cause)] or [*checked.varying]
+
+
+def _origin(
+    checked: Program, usual: Outcome, causes: Sequence[str], path: str, ranks: int
+) -> Origin | None:
+    runs = []
+    for others in (frozenset[str](), frozenset(causes)):
+        lines = Lines()
+        checked.run(others, ranks, earlier=usual.collectives, lines=lines)
+        runs.append(lines)
+    name = path.partition("[")[0]
+    usual_lines, other_lines = runs
+    wanted = frozenset({name} if name in checked.replicated else ())
+    return origin(usual_lines, other_lines, wanted)
+
+
+def _texts(causes: Sequence[str]) -> str:
+    texts = {
+        RANK: "the rank",
+        RANDOM: "random numbers without a shared seed",
+    }
+    named = [texts.get(cause, f"`{cause}`") for cause in causes]
+    return " and ".join(named) or "what changes from run to run"
+
+
+def _way_out(checked: Program, causes: Sequence[str], found: Origin | None, path: str) -> str:
+    if RANDOM in causes:
+        return (
+            "draw them from a torch.Generator with the same seed on all ranks, made in the step or "
+            "passed in replicated=, or write fddp.broadcast(values)"
+        )
+    for cause in causes:
+        if cause in checked.varying and _are_alike(checked.varying[cause], path, checked):
+            return f"write {cause} = fddp.broadcast({cause}) before the first step"
+    carrier = "" if found is None or path.partition("[")[0] in checked.replicated else found.carrier
+    if carrier:
+        return f"write {carrier} = fddp.pmean({carrier}), or average by a GradSync"
+    return "average the gradients: grads = fddp.pmean(grads), or a step of a GradSync"
+
+
+def _are_alike(value: Any, path: str, checked: Program) -> bool:
+    """Return True if a varying input has a leaf with the path of a result."""
+    _, _, leaf = path.partition("[")
+    if checked.replicated or callable(value):
+        return False
+    paths = tree_flatten(value)[1].paths
+    return any(path and leaf.endswith(f"{path!r}]") for path in paths)
+
+
+# Collectives of equal values
+
+
+def _check_redundant(usual: Outcome, other: Outcome) -> None:
+    __tracebackhide__ = True
+    earlier: list[Collective] = []
+    for own, theirs in zip(usual.collectives, other.collectives, strict=True):
+        is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
+        # The cotangents of a mean are often equal on all ranks.
+        is_adjoint = own.text.startswith(("backward of ", "jvp of "))
+        repeats = any(is_same(own.sent, before.result) for before in earlier)
+        if is_reduction(own) and is_equal and (repeats or not is_adjoint):
+            is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
+            before = next((c for c in reversed(earlier) if is_reduction(c)), None)
+            after = "" if before is None else f"; see {before.text}"
+            effect = (
+                "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
+            )
+            raise ReplicationError(
+                f"{own.text} reduces values that are equal on all ranks already: {effect}{after}; "
+                f"remove one of the two",
+                line=own.place,
+            )
+        earlier.append(own)
+
+
+# Results that grow with the number of ranks
+
+
+def _check_growth(usual: Outcome, on_more: Outcome) -> None:
+    __tracebackhide__ = True
+    if on_more.error is not None:
+        return  # the step has a mesh of its own
+    grown = {p: growth(v, on_more.values.get(p)) for p, v in usual.values.items()}
+    path = next((path for path, factor in grown.items() if factor != 1.0), None)
+    if path is None:
+        return
+    sums = [
+        own
+        for own, theirs in zip(usual.collectives, on_more.collectives, strict=False)
+        if is_reduction(own) and growth(own.result, theirs.result) != 1.0
+    ]
+    first = next((c for c in sums if not c.text.startswith("bucket")), None)
+    what = "" if first is None else f" through {first.text}"
+    raise ReplicationError(
+        f"{path} changes with the number of ranks, although all send the same{what}; write pmean "
+        f"for psum, or divide by group.size or by a sum over ranks",
+        path=path,
+        line="" if first is None else first.place,
+    )
+
+
+# Buffers
+
+
+def _warn_of_buffers(usual: Outcome, other: Outcome) -> None:
+    paths = _differing(usual.buffers, other.buffers)
+    if paths:
+        more = f" and {counted(len(paths) - 1, 'other')}" if paths[1:] else ""
+        warnings.warn(
+            f"buffer {paths[0]}{more} differs between ranks; broadcast the buffers of one rank "
+            f"before they are saved or used, or use SyncBatchNorm",
+            stacklevel=3,
+        )

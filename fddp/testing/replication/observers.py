@@ -1,0 +1,150 @@
+"""Observers of one run: its collectives, and the values that Python reads from tensors."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fddp.extend import Operation, Rendezvous, Site, call_site
+
+_FACTORS = (1e-9, 1e9)
+_OWN = f"{Path(__file__).parents[2]}/"
+_READING = frozenset(
+    ("item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose")
+)
+
+
+class Collective(NamedTuple):
+    """A collective of a run.
+
+    Attributes:
+        rendezvous: has `what`, the description of the operation.
+        form: kind, dtype and shape.
+        site: line of the user's code.
+        sent, result: values before and after.
+    """
+
+    rendezvous: Rendezvous
+    form: str
+    site: Site
+    sent: Tensor
+    result: Tensor
+
+    @property
+    def place(self) -> str:
+        """Line of the user's code, as text."""
+        return str(self.site)
+
+    @property
+    def text(self) -> str:
+        """Description of the operation, with its line."""
+        what = self.rendezvous.what or self.form
+        return what if ", called at " in what else f"{what}, called at {self.place}"
+
+    def is_like(self, other: Collective) -> bool:
+        """Return True if ranks would match the two."""
+        return (self.form, self.place) == (other.form, other.place)
+
+
+class Transfers:
+    """Collectives of a run. Those of an earlier run give this one its results, as if this rank took
+    part in the same collectives.
+
+    Args:
+        earlier: collectives of that run; empty if there is none.
+    """
+
+    def __init__(self, earlier: Sequence[Collective] = ()) -> None:
+        self.collectives: list[Collective] = []
+        self._earlier, self._replays = earlier, bool(earlier)
+
+    def __call__(self, rendezvous: Rendezvous, operation: Operation, result: Tensor) -> Tensor:
+        """Return the result that this rank gets."""
+        if operation.fixed_size:
+            return result  # of the library's own data, which ranks compare
+        number, sent = len(self.collectives), operation.tensor.clone()
+        own = Collective(rendezvous, str(operation), call_site(), sent, result.clone())
+        self.collectives.append(own)
+        self._replays &= number < len(self._earlier) and own.is_like(self._earlier[number])
+        return self._earlier[number].result if self._replays and _is_shared(operation) else result
+
+
+def first_difference(
+    collectives: Sequence[Collective], others: Sequence[Collective]
+) -> tuple[Collective | None, Collective | None] | None:
+    """The first collectives in which two runs differ; None if they make the same."""
+    for own, other in zip_longest(collectives, others):
+        if own is None or other is None or not own.is_like(other):
+            return own, other
+    return None
+
+
+class Read(NamedTuple):
+    """A number that Python read from tensors."""
+
+    site: Site
+    value: bool | int | float
+
+
+class Reads(TorchFunctionMode):
+    """Numbers that Python reads from tensors; some are replaced.
+
+    Args:
+        at: lines whose numbers are replaced by others.
+        seed: of the other numbers.
+    """
+
+    def __init__(self, at: frozenset[str] = frozenset(), seed: int = 0) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self._at, self._random = at, random.Random(seed)
+        self._usual = _FACTORS[seed % 2]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch, and note a number that it returns."""
+        value = func(*args, **(kwargs or {}))
+        caller = sys._getframe(1).f_code.co_filename
+        reads = getattr(func, "__name__", "") in _READING and not caller.startswith(_OWN)
+        if not reads or type(value) not in (bool, int, float):
+            return value
+        site = call_site()
+        self.reads.append(Read(site, value))
+        return self._other(value) if str(site) in self._at else value
+
+    def _other(self, value: bool | int | float) -> bool | int | float:
+        # Now and then in the other direction, so that loops end.
+        usual = self._random.random() < 0.8
+        if isinstance(value, bool):
+            return (self._usual > 1) == usual
+        if isinstance(value, int):
+            return value + 1 if (self._usual > 1) == usual else max(value - 1, 0)
+        return value * (self._usual if usual else 1 / self._usual)
+
+
+def varying_reads(reads: Sequence[Read], others: Sequence[Read]) -> dict[str, Site]:
+    """Lines at which two runs read other numbers."""
+    return {
+        str(own.site): own.site
+        for own, other in zip(reads, others, strict=False)
+        if own.site == other.site and own.value != other.value
+    }
+
+
+def _is_shared(operation: Operation) -> bool:
+    return operation.kind != "all_to_all"
+
+
+def is_reduction(collective: Collective) -> bool:
+    """Return True for sums and means of floating-point numbers."""
+    reduces = "all_reduce" in collective.form or "reduce_scatter" in collective.form
+    return reduces and torch.is_floating_point(collective.sent)

@@ -1,0 +1,1 @@
+"""`check_replication` on training loops, and on mutants of them."""
