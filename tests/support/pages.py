@@ -36,6 +36,7 @@ GUIDE = tuple(
         "replicas",
         "few_bytes",
         "operators",
+        "replication",
         "testing",
         "transports",
         "errors",
