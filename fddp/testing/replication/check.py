@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fddp import ReplicationError
-from fddp.extend import counted, tree_flatten
+from fddp.extend import Site, counted, tree_flatten
 from fddp.testing.replication.lines import Lines, Origin, origin
 from fddp.testing.replication.observers import (
     Collective,
@@ -57,6 +57,7 @@ def check_replication(
         ReplicationError: a result or state differs between ranks; ranks would make different
             collective calls; a mean is taken of equal values, or a sum; a result grows with the
             number of ranks.
+        ValueError: a varying input has no numbers to change.
         Exception: an error of the step.
 
     Warns:
@@ -70,6 +71,8 @@ def check_replication(
         >>> check_replication(step, replicated=({"w": torch.ones(3)},), varying=(torch.rand(3),))
     """
     __tracebackhide__ = True
+    if ranks < 2:
+        raise ValueError(f"ranks={ranks}: replicas are at least two")
     checked = program(step, replicated, varying)
     reads = Reads()
     usual = checked.run(frozenset(), ranks, reads=reads)
@@ -79,7 +82,7 @@ def check_replication(
     other = checked.run(
         frozenset(checked.causes), ranks, earlier=usual.collectives, reads=other_reads
     )
-    read_at = {k: str(site) for k, site in varying_reads(usual.reads, other.reads).items()}
+    read_at = varying_reads(usual.reads, other.reads)
     _check_collectives(usual, other, read_at)
     if other.error is not None:
         raise ReplicationError(f"the step {_INVALID}: {other.error!r}") from other.error
@@ -90,7 +93,7 @@ def check_replication(
         extreme = checked.run(frozenset(), ranks, earlier=sent, factor=factor)
         _check_collectives(usual, extreme, read_at)
     for seed in range(_READ_RUNS if read_at else 0):
-        misled = Reads(frozenset(read_at), seed)
+        misled = Reads(read_at, seed)
         _check_collectives(
             usual, checked.run(frozenset(), ranks, earlier=sent, reads=misled), read_at
         )
@@ -102,7 +105,7 @@ def check_replication(
 # Different collectives
 
 
-def _check_collectives(usual: Outcome, other: Outcome, read_at: dict[str, str]) -> None:
+def _check_collectives(usual: Outcome, other: Outcome, read_at: frozenset[Site]) -> None:
     __tracebackhide__ = True
     difference = first_difference(usual.collectives, other.collectives)
     if difference is None or (other.error is not None and difference[1] is None):
@@ -127,8 +130,8 @@ def _named(collective: Collective | None) -> str:
     return "calls none" if collective is None else f"calls {collective.text}"
 
 
-def _some(lines: Sequence[str] | dict[str, str]) -> str:
-    return " and ".join(list(lines)[:3])
+def _some(sites: frozenset[Site]) -> str:
+    return " and ".join(sorted(set(map(str, sites)))[:3])
 
 
 # Values that differ
@@ -195,6 +198,11 @@ def _texts(causes: Sequence[str]) -> str:
 
 
 def _way_out(checked: Program, causes: Sequence[str], found: Origin | None, path: str) -> str:
+    if not causes:
+        return (
+            "it does not do the same twice: pass all modules, optimizers and generators that it "
+            "writes as replicated or varying"
+        )
     if RANDOM in causes:
         return (
             "draw them from a torch.Generator with the same seed on all ranks, made in the step or "
@@ -224,24 +232,28 @@ def _are_alike(value: Any, path: str, checked: Program) -> bool:
 def _check_redundant(usual: Outcome, other: Outcome) -> None:
     __tracebackhide__ = True
     earlier: list[Collective] = []
+    calls: dict[str, list[bool]] = {}
     for own, theirs in zip(usual.collectives, other.collectives, strict=True):
-        is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
-        # The cotangents of a mean are often equal on all ranks.
-        is_adjoint = own.text.startswith(("backward of ", "jvp of "))
-        repeats = any(is_same(own.sent, before.result) for before in earlier)
-        if is_reduction(own) and is_equal and (repeats or not is_adjoint):
-            is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
-            before = next((c for c in reversed(earlier) if is_reduction(c)), None)
-            after = "" if before is None else f"; see {before.text}"
-            effect = (
-                "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
-            )
-            raise ReplicationError(
-                f"{own.text} reduces values that are equal on all ranks already: {effect}{after}; "
-                f"remove one of the two",
-                line=own.place,
-            )
-        earlier.append(own)
+        if is_reduction(own):
+            # The cotangents of a mean are often equal on all ranks.
+            is_adjoint = own.text.startswith(("backward of ", "jvp of "))
+            repeats = any(is_same(own.sent, before.result) for before in earlier)
+            is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
+            calls.setdefault(own.call, []).append(is_equal and (repeats or not is_adjoint))
+            earlier.append(own)
+    found = [own for own in earlier if all(calls[own.call])]
+    if not found:
+        return
+    own = found[0]
+    is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
+    effect = "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
+    before = [one for one in earlier[: earlier.index(own)] if one.call != own.call]
+    after = f"; see {before[-1].call}" if before else ""
+    raise ReplicationError(
+        f"{own.call} reduces values that are equal on all ranks already: {effect}{after}; remove "
+        f"one of the two",
+        line=own.place,
+    )
 
 
 # Results that grow with the number of ranks

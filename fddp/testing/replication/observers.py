@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fddp.extend import Operation, Rendezvous, Site, call_site
 
+_BUCKET = re.compile(r"^bucket \d+ \(.*?\) of ")
 _FACTORS = (1e-9, 1e9)
 _OWN = f"{Path(__file__).parents[2]}/"
 _READING = frozenset(
@@ -48,6 +50,11 @@ class Collective(NamedTuple):
         """Description of the operation, with its line."""
         what = self.rendezvous.what or self.form
         return what if ", called at " in what else f"{what}, called at {self.place}"
+
+    @property
+    def call(self) -> str:
+        """The call that it belongs to, which may have several buckets."""
+        return _BUCKET.sub("", self.text)
 
     def is_like(self, other: Collective) -> bool:
         """Return True if ranks would match the two."""
@@ -98,11 +105,11 @@ class Reads(TorchFunctionMode):
     """Numbers that Python reads from tensors; some are replaced.
 
     Args:
-        at: lines whose numbers are replaced by others.
+        at: places at which numbers are replaced by others.
         seed: of the other numbers.
     """
 
-    def __init__(self, at: frozenset[str] = frozenset(), seed: int = 0) -> None:
+    def __init__(self, at: frozenset[Site] = frozenset(), seed: int = 0) -> None:
         super().__init__()
         self.reads: list[Read] = []
         self._at, self._random = at, random.Random(seed)
@@ -119,7 +126,7 @@ class Reads(TorchFunctionMode):
             return value
         site = call_site()
         self.reads.append(Read(site, value))
-        return self._other(value) if str(site) in self._at else value
+        return self._other(value) if site in self._at else value
 
     def _other(self, value: bool | int | float) -> bool | int | float:
         # Now and then in the other direction, so that loops end.
@@ -131,13 +138,13 @@ class Reads(TorchFunctionMode):
         return value * (self._usual if usual else 1 / self._usual)
 
 
-def varying_reads(reads: Sequence[Read], others: Sequence[Read]) -> dict[str, Site]:
-    """Lines at which two runs read other numbers."""
-    return {
-        str(own.site): own.site
+def varying_reads(reads: Sequence[Read], others: Sequence[Read]) -> frozenset[Site]:
+    """Places at which two runs read other numbers."""
+    return frozenset(
+        own.site
         for own, other in zip(reads, others, strict=False)
         if own.site == other.site and own.value != other.value
-    }
+    )
 
 
 def _is_shared(operation: Operation) -> bool:

@@ -16,7 +16,7 @@ import torch
 from fddp.extend import mirrored, tree_flatten
 from fddp.testing.replication.lines import Lines
 from fddp.testing.replication.observers import Collective, Read, Reads, Transfers
-from fddp.testing.replication.values import changed, leaves_of, scale_, shuffle_, snapshot
+from fddp.testing.replication.values import changed, digest, leaves_of, scale_, shuffle_, snapshot
 
 RANK, RANDOM = "group.rank", "random numbers"
 """Causes of differences, beside names of inputs."""
@@ -108,7 +108,7 @@ class Program(NamedTuple):
         made = {n: _made(v, n in others) for n, v in self.varying.items() if _is_function(v)}
         given = {n: v for n, v in self.varying.items() if n not in made}
         replicated, given = copy.deepcopy((self.replicated, given))
-        made |= {n: changed(v, shuffle_, _SHRUNK) if n in others else v for n, v in given.items()}
+        made |= {n: _of_another_rank(n, v) if n in others else v for n, v in given.items()}
         return replicated, {name: made[name] for name in self.varying}
 
 
@@ -155,6 +155,21 @@ def _is_tuple(result: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return inspect.isroutine(value)
+
+
+def _of_another_rank(name: str, value: Any) -> Any:
+    """Change an input.
+
+    Raises:
+        ValueError: it has no numbers to change.
+    """
+    before = digest(value)
+    other = changed(value, shuffle_, _SHRUNK)
+    if digest(other) == before:
+        raise ValueError(
+            f"`{name}` has no numbers that can be changed; pass a function of the rank for it"
+        )
+    return other
 
 
 def _made(function: Callable[[int], Any], is_other: bool) -> Any:

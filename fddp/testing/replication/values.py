@@ -30,10 +30,12 @@ def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def snapshot(leaf: Any) -> Any:
-    """Copy of a leaf that later writes do not change: a tensor or number; None for other values."""
+    """Copy of a leaf that later writes do not change: a tensor, number or text; None for others."""
     if isinstance(leaf, Tensor):
         dense = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
         return dense.resolve_conj().resolve_neg().cpu().clone()
+    if isinstance(leaf, torch.Generator):
+        return leaf.get_state()
     if isinstance(leaf, bool | int | float | complex | str):
         return leaf
     if hasattr(leaf, "__array__"):  # of NumPy or JAX

@@ -51,6 +51,7 @@ def averaged(params, batch):
 
 
 PARAMS, BATCH = init_params(0), make_batch(0)
+ZEROS = torch.zeros(2, 4), torch.zeros(2, 1)
 RESULT = "result['layers.0.bias']"
 
 
@@ -264,6 +265,43 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(generator.get_state(), before[1])
     assert all(map(torch.equal, BATCH, before[0]))
     assert sys.gettrace() is None or "coverage" in repr(sys.gettrace())
+
+
+def test_state_that_is_not_passed() -> None:
+    counts = [0.0]
+
+    def step(params, batch):
+        counts[0] += 1.0
+        return fddp.tree_map(lambda p: p + counts[0], params)
+
+    assert "it does not do the same twice" in str(error_of(step, (PARAMS,), (BATCH,)))
+
+
+def test_a_bucket_that_no_input_reaches_may_be_averaged() -> None:
+    def step(params, batch):
+        with fddp.GradSync(params, bucket_cap_mb=1e-6, first_bucket_mb=1e-6) as sync:
+            grads = sync(grad(lambda p: p["a"].square().sum() + (p["b"] * batch[0]).sum())(params))
+        return fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {"a": torch.rand(4), "b": torch.rand(4)}
+    check_replication(step, replicated=(params,), varying=(BATCH,))
+
+
+def test_one_line_may_read_and_agree() -> None:
+    def step(params, batch):
+        grads = fddp.pmean(grad(loss_fn)(params, batch))
+        if fddp.pmax(torch.tensor(float(loss_fn(params, batch).item() > 1e6))).item():
+            grads = fddp.pmean(grads)
+        return descend(params, grads)
+
+    check_replication(step, replicated=(PARAMS,), varying=(BATCH,))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="`batch` has no numbers that can be changed"):
+        check_replication(averaged, replicated=(PARAMS,), varying=(ZEROS,))
+    with pytest.raises(ValueError, match="replicas are at least two"):
+        check_replication(averaged, replicated=(PARAMS,), varying=(BATCH,), ranks=1)
 
 
 def test_errors_of_the_step_are_its_own() -> None:
