@@ -232,28 +232,42 @@ def _are_alike(value: Any, path: str, checked: Program) -> bool:
 def _check_redundant(usual: Outcome, other: Outcome) -> None:
     __tracebackhide__ = True
     earlier: list[Collective] = []
-    calls: dict[str, list[bool]] = {}
-    for own, theirs in zip(usual.collectives, other.collectives, strict=True):
-        if is_reduction(own):
-            # The cotangents of a mean are often equal on all ranks.
-            is_adjoint = own.text.startswith(("backward of ", "jvp of "))
-            repeats = any(is_same(own.sent, before.result) for before in earlier)
-            is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
-            calls.setdefault(own.call, []).append(is_equal and (repeats or not is_adjoint))
-            earlier.append(own)
-    found = [own for own in earlier if all(calls[own.call])]
-    if not found:
-        return
-    own = found[0]
-    is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
-    effect = "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
-    before = [one for one in earlier[: earlier.index(own)] if one.call != own.call]
-    after = f"; see {before[-1].call}" if before else ""
-    raise ReplicationError(
-        f"{own.call} reduces values that are equal on all ranks already: {effect}{after}; remove "
-        f"one of the two",
-        line=own.place,
-    )
+    for group in _calls(usual.collectives):
+        reductions = [own for own in group if is_reduction(usual.collectives[own])]
+        pairs = [(usual.collectives[n], other.collectives[n]) for n in reductions]
+        if pairs and all(_is_redundant(own, theirs, earlier) for own, theirs in pairs):
+            own = pairs[0][0]
+            is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
+            effect = (
+                "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
+            )
+            after = f"; see {earlier[-1].call}" if earlier else ""
+            raise ReplicationError(
+                f"{own.call} reduces values that are equal on all ranks already: {effect}{after}; "
+                f"remove one of the two",
+                line=own.place,
+            )
+        earlier += [own for own, _ in pairs]
+
+
+def _calls(collectives: Sequence[Collective]) -> list[list[int]]:
+    """Positions of the collectives of each call. An operator begins with one that reduces nothing,
+    its handshake."""
+    groups: list[list[int]] = []
+    for number, own in enumerate(collectives):
+        continues = number > 0 and own.call == collectives[number - 1].call
+        if continues and is_reduction(own):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def _is_redundant(own: Collective, theirs: Collective, earlier: Sequence[Collective]) -> bool:
+    # The cotangents of a mean are often equal on all ranks.
+    is_adjoint = own.text.startswith(("backward of ", "jvp of "))
+    is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
+    return is_equal and (not is_adjoint or any(is_same(own.sent, o.result) for o in earlier))
 
 
 # Results that grow with the number of ranks
