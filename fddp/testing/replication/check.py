@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Generator
 
 from fddp import ReplicationError
 from fddp.extend import Site, counted, tree_flatten
@@ -18,7 +21,7 @@ from fddp.testing.replication.observers import (
     varying_reads,
 )
 from fddp.testing.replication.runs import RANDOM, RANK, Outcome, Program, program
-from fddp.testing.replication.values import growth, is_same, is_whole
+from fddp.testing.replication.values import growth, is_same, is_whole, leaves_of
 
 _EXTREMES = (math.nan, 1e6, 0.0)
 _READ_RUNS = 3
@@ -73,7 +76,7 @@ def check_replication(
     __tracebackhide__ = True
     if ranks < 2:
         raise ValueError(f"ranks={ranks}: replicas are at least two")
-    checked = program(step, replicated, varying)
+    checked = program(step, replicated, varying, ranks)
     reads = Reads()
     usual = checked.run(frozenset(), ranks, reads=reads)
     if usual.error is not None:
@@ -86,19 +89,23 @@ def check_replication(
     _check_collectives(usual, other, read_at)
     if other.error is not None:
         raise ReplicationError(f"the step {_INVALID}: {other.error!r}") from other.error
-    _check_values(checked, usual, other, ranks)
-    _check_redundant(usual, other)
-    sent = usual.collectives
+    _check_values(checked, usual, other, None)
+    others = [other]
     for factor in _EXTREMES:
-        extreme = checked.run(frozenset(), ranks, earlier=sent, factor=factor)
-        _check_collectives(usual, extreme, read_at)
-    for seed in range(_READ_RUNS if read_at else 0):
-        misled = Reads(read_at, seed)
-        _check_collectives(
-            usual, checked.run(frozenset(), ranks, earlier=sent, reads=misled), read_at
+        extreme = checked.run(
+            frozenset(checked.varying), ranks, earlier=usual.collectives, factor=factor
         )
-    if not (checked.draws or any("reduce_scatter" in c.form for c in usual.collectives)):
-        _check_growth(usual, checked.run(frozenset(), 2 * ranks))
+        _check_collectives(usual, extreme, read_at)
+        if extreme.error is None:
+            _check_values(checked, usual, extreme, factor)
+            others += [extreme] if math.isnan(factor) and checked.varying else []
+    _check_redundant(usual, others)
+    for seed in range(_READ_RUNS if read_at else 0):
+        misled = checked.run(
+            frozenset(), ranks, earlier=usual.collectives, reads=Reads(read_at, seed)
+        )
+        _check_collectives(usual, misled, read_at)
+    _check_growth(checked, usual)
     _warn_of_buffers(usual, other)
 
 
@@ -137,14 +144,14 @@ def _some(sites: frozenset[Site]) -> str:
 # Values that differ
 
 
-def _check_values(checked: Program, usual: Outcome, other: Outcome, ranks: int) -> None:
+def _check_values(checked: Program, usual: Outcome, other: Outcome, factor: float | None) -> None:
     __tracebackhide__ = True
     paths = _differing(usual.values, other.values)
     if not paths:
         return
     path, more = paths[0], len(paths) - 1
-    causes = _causes(checked, usual, path, ranks)
-    found = _origin(checked, usual, causes, path, ranks)
+    causes = _causes(checked, usual, path, factor)
+    found = _origin(checked, usual, causes, path, factor)
     also = f" (and {counted(more, 'leaf')} more)" if more else ""
     through = "" if found is None else f" through\n  {found.source}      {found.place}\n"
     raise ReplicationError(
@@ -161,11 +168,13 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return sorted(found, key=lambda path: not path.startswith("result"))
 
 
-def _causes(checked: Program, usual: Outcome, path: str, ranks: int) -> list[str]:
+def _causes(checked: Program, usual: Outcome, path: str, factor: float | None) -> list[str]:
     """Causes that alone make a value differ; none if it differs without any."""
 
     def differs(*causes: str) -> bool:
-        run = checked.run(frozenset(causes), ranks, earlier=usual.collectives)
+        run = checked.run(
+            frozenset(causes), checked.ranks, earlier=usual.collectives, factor=factor
+        )
         return run.error is None and not is_same(usual.values.get(path), run.values.get(path))
 
     if differs():
@@ -175,12 +184,12 @@ def _causes(checked: Program, usual: Outcome, path: str, ranks: int) -> list[str
 
 
 def _origin(
-    checked: Program, usual: Outcome, causes: Sequence[str], path: str, ranks: int
+    checked: Program, usual: Outcome, causes: Sequence[str], path: str, factor: float | None
 ) -> Origin | None:
     runs = []
     for others in (frozenset[str](), frozenset(causes)):
         lines = Lines()
-        checked.run(others, ranks, earlier=usual.collectives, lines=lines)
+        checked.run(others, checked.ranks, earlier=usual.collectives, factor=factor, lines=lines)
         runs.append(lines)
     name = path.partition("[")[0]
     usual_lines, other_lines = runs
@@ -229,25 +238,33 @@ def _are_alike(value: Any, path: str, checked: Program) -> bool:
 # Collectives of equal values
 
 
-def _check_redundant(usual: Outcome, other: Outcome) -> None:
+def _check_redundant(usual: Outcome, others: Sequence[Outcome]) -> None:
+    """Check that no call reduces equal values.
+
+    Args:
+        usual: the usual run.
+        others: as another rank; and, if there is a second, with NaN as inputs, which reach all that
+            depends on them. Values may be equal by accident, such as losses of zero parameters.
+    """
     __tracebackhide__ = True
     earlier: list[Collective] = []
-    for group in _calls(usual.collectives):
-        reductions = [own for own in group if is_reduction(usual.collectives[own])]
-        pairs = [(usual.collectives[n], other.collectives[n]) for n in reductions]
-        if pairs and all(_is_redundant(own, theirs, earlier) for own, theirs in pairs):
-            own = pairs[0][0]
+    for numbers in _calls(usual.collectives):
+        sums = [
+            (usual.collectives[n], [run.collectives[n] for run in others])
+            for n in numbers
+            if is_reduction(usual.collectives[n])
+        ]
+        if sums and all(_is_redundant(own, theirs, earlier) for own, theirs in sums):
+            own = sums[0][0]
             is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
-            effect = (
-                "the factor is the number of ranks" if is_sum else "the factor is 1, a second mean"
-            )
+            factor = "the number of ranks" if is_sum else "1, a second mean"
             after = f"; see {earlier[-1].call}" if earlier else ""
             raise ReplicationError(
-                f"{own.call} reduces values that are equal on all ranks already: {effect}{after}; "
-                f"remove one of the two",
+                f"{own.call} reduces values that are equal on all ranks already: the factor is "
+                f"{factor}{after}; remove one of the two",
                 line=own.place,
             )
-        earlier += [own for own, _ in pairs]
+        earlier += [own for own, _ in sums]
 
 
 def _calls(collectives: Sequence[Collective]) -> list[list[int]]:
@@ -263,37 +280,76 @@ def _calls(collectives: Sequence[Collective]) -> list[list[int]]:
     return groups
 
 
-def _is_redundant(own: Collective, theirs: Collective, earlier: Sequence[Collective]) -> bool:
-    # The cotangents of a mean are often equal on all ranks.
-    is_adjoint = own.text.startswith(("backward of ", "jvp of "))
-    is_equal = is_same(own.sent, theirs.sent) and not is_whole(own.sent)
-    return is_equal and (not is_adjoint or any(is_same(own.sent, o.result) for o in earlier))
+def _is_redundant(
+    own: Collective, others: Sequence[Collective], earlier: Sequence[Collective]
+) -> bool:
+    if is_whole(own.sent) or not all(is_same(own.sent, other.sent) for other in others):
+        return False
+    has_spoiled, derivatives = len(others) > 1, len(re.findall(r"\b(?:backward|jvp) of ", own.text))
+    # Cotangents of a mean are often equal on all ranks, and those of cotangents are as a rule.
+    if has_spoiled and not derivatives:
+        return True
+    repeats = any(is_same(own.sent, one.result) for one in earlier)
+    return repeats and derivatives < 2 and (has_spoiled or own.sent.numel() > 1)
 
 
 # Results that grow with the number of ranks
 
 
-def _check_growth(usual: Outcome, on_more: Outcome) -> None:
+def _check_growth(checked: Program, usual: Outcome) -> None:
+    """Check that no state grows if more ranks send the same. If the step sends other values
+    because it knows of them, that does not count unless the state also grows with sums of ranks
+    that it does not know of. Other results may be sums over ranks."""
     __tracebackhide__ = True
+    replicated, varying = checked.inputs()
+    has_shards = any("reduce_scatter" in own.form for own in usual.collectives)
+    if has_shards or any(isinstance(leaf, Generator) for leaf in tree_flatten(varying)[0]):
+        return
+    on_more = checked.run(frozenset(), 2 * checked.ranks)
     if on_more.error is not None:
         return  # the step has a mesh of its own
-    grown = {p: growth(v, on_more.values.get(p)) for p, v in usual.values.items()}
-    path = next((path for path, factor in grown.items() if factor != 1.0), None)
-    if path is None:
+    inputs = replicated | varying
+    state = {_shape(p, leaf) for n, v in inputs.items() for p, leaf in leaves_of(n, v)}
+    runs = [on_more]
+    if not _sends_the_same(usual, on_more):
+        runs.append(checked.run(frozenset(), checked.ranks, sums=2))
+    found = [
+        path
+        for path, value in usual.values.items()
+        if path.partition("[")[0] in replicated or _shape(path, value) in state
+        if all(growth(value, run.values.get(path)) != 1.0 for run in runs)
+    ]
+    if not found:
         return
     sums = [
         own
         for own, theirs in zip(usual.collectives, on_more.collectives, strict=False)
-        if is_reduction(own) and growth(own.result, theirs.result) != 1.0
+        if is_reduction(own) and growth(own.result, theirs.result) != 1.0 and "psum of" in own.text
     ]
-    first = next((c for c in sums if not c.text.startswith("bucket")), None)
-    what = "" if first is None else f" through {first.text}"
+    what = f" through {sums[0].text}" if sums else ""
     raise ReplicationError(
-        f"{path} changes with the number of ranks, although all send the same{what}; write pmean "
-        f"for psum, or divide by group.size or by a sum over ranks",
-        path=path,
-        line="" if first is None else first.place,
+        f"{found[0]} changes with the number of ranks, although all send the same{what}; write "
+        f"pmean for psum, or divide by group.size or by a sum over ranks",
+        path=found[0],
+        line=sums[0].place if sums else "",
     )
+
+
+def _sends_the_same(usual: Outcome, on_more: Outcome) -> bool:
+    """Return True if the first reduction is an operator's, of values that do not depend on the
+    number of ranks."""
+    pairs = zip(usual.collectives, on_more.collectives, strict=False)
+    own, theirs = next((pair for pair in pairs if is_reduction(pair[0])), (None, None))
+    if own is None or theirs is None or own.text.startswith("bucket"):
+        return False
+    return is_same(own.sent, theirs.sent)
+
+
+def _shape(path: str, leaf: Any) -> Any:
+    """Shape of a leaf; of one element also the last key of its path."""
+    shape = getattr(leaf, "shape", ())
+    key = re.search(r"(\w+)'\]$", path)
+    return shape if math.prod(shape) > 1 else (shape, key and key[1])
 
 
 # Buffers

@@ -67,11 +67,13 @@ class Transfers:
 
     Args:
         earlier: collectives of that run; empty if there is none.
+        factor: factor on the results of `psum`.
     """
 
-    def __init__(self, earlier: Sequence[Collective] = ()) -> None:
+    def __init__(self, earlier: Sequence[Collective] = (), factor: int = 1) -> None:
         self.collectives: list[Collective] = []
         self._earlier, self._replays = earlier, bool(earlier)
+        self._factor = factor
 
     def __call__(self, rendezvous: Rendezvous, operation: Operation, result: Tensor) -> Tensor:
         """Return the result that this rank gets."""
@@ -79,9 +81,18 @@ class Transfers:
             return result  # of the library's own data, which ranks compare
         number, sent = len(self.collectives), operation.tensor.clone()
         own = Collective(rendezvous, str(operation), call_site(), sent, result.clone())
-        self.collectives.append(own)
         self._replays &= number < len(self._earlier) and own.is_like(self._earlier[number])
-        return self._earlier[number].result if self._replays and _is_shared(operation) else result
+        self.collectives.append(own)
+        if self._replays and operation.kind != "all_to_all":  # each rank gets another part
+            return self._earlier[number].result
+        return result * self._factor if self._factor > 1 and self._is_sum() else result
+
+    def _is_sum(self) -> bool:
+        """Return True if the newest collective is of a `psum`, which begins with a handshake."""
+        if not is_reduction(self.collectives[-1]):
+            return False
+        others = (own for own in reversed(self.collectives) if not is_reduction(own))
+        return "psum of" in next((own.rendezvous.what for own in others), "")
 
 
 def first_difference(
@@ -145,10 +156,6 @@ def varying_reads(reads: Sequence[Read], others: Sequence[Read]) -> frozenset[Si
         for own, other in zip(reads, others, strict=False)
         if own.site == other.site and own.value != other.value
     )
-
-
-def _is_shared(operation: Operation) -> bool:
-    return operation.kind != "all_to_all"
 
 
 def is_reduction(collective: Collective) -> bool:

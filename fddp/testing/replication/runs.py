@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fddp.extend import mirrored, tree_flatten
+from fddp.extend import mirrored
 from fddp.testing.replication.lines import Lines
 from fddp.testing.replication.observers import Collective, Read, Reads, Transfers
 from fddp.testing.replication.values import changed, digest, leaves_of, scale_, shuffle_, snapshot
@@ -48,23 +48,19 @@ class Program(NamedTuple):
         step: the step.
         replicated, varying: inputs by name.
         takes_group: True if the step has a parameter `group`.
+        ranks: number of ranks that the step seems to run on.
     """
 
     step: Callable[..., Any]
     replicated: dict[str, Any]
     varying: dict[str, Any]
     takes_group: bool
+    ranks: int
 
     @property
     def causes(self) -> tuple[str, ...]:
         """What may differ between ranks."""
         return (*self.varying, RANK, RANDOM)
-
-    @property
-    def draws(self) -> bool:
-        """True if ranks have generators of random numbers of their own."""
-        leaves = tree_flatten(list(self._inputs(frozenset())[1].values()))[0]
-        return any(isinstance(leaf, torch.Generator) for leaf in leaves)
 
     def run(
         self,
@@ -72,7 +68,8 @@ class Program(NamedTuple):
         ranks: int,
         *,
         earlier: Sequence[Collective] = (),
-        factor: float = 1.0,
+        factor: float | None = None,
+        sums: int = 1,
         reads: Reads | None = None,
         lines: Lines | None = None,
     ) -> Outcome:
@@ -82,18 +79,16 @@ class Program(NamedTuple):
             others: causes of which this run has others than usual.
             ranks: number of ranks that there seem to be.
             earlier: collectives of a run whose results this one gets.
-            factor: factor on varying inputs.
+            factor: factor on the inputs among `others`; None for inputs of another rank.
+            sums: factor on the results of `psum`.
             reads: observer of numbers that Python reads.
             lines: observer of lines.
         """
-        transfers, error, result = Transfers(earlier), None, None
+        transfers, error, result = Transfers(earlier, sums), None, None
         call = self.step if lines is None else _through(lines, self.step)
         rank = int(RANK in others)
         with mirrored(rank, ranks, transfers) as group, _seeded(int(RANDOM in others)):
-            replicated, varying = self._inputs(others)
-            if factor != 1.0:
-                scaling_ = partial(scale_, factor=factor)
-                varying = {n: changed(v, scaling_, factor) for n, v in varying.items()}
+            replicated, varying = self.inputs(others, factor)
             more = {"group": group} if self.takes_group else {}
             try:
                 with reads if reads is not None else nullcontext():
@@ -104,15 +99,28 @@ class Program(NamedTuple):
         log = [] if reads is None else reads.reads
         return Outcome(values, buffers, transfers.collectives, log, error)
 
-    def _inputs(self, others: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        made = {n: _made(v, n in others) for n, v in self.varying.items() if _is_function(v)}
-        given = {n: v for n, v in self.varying.items() if n not in made}
+    def inputs(
+        self, others: frozenset[str] = frozenset(), factor: float | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Copies of the inputs, replicated and varying; see `run`."""
+        functions = {name for name, value in self.varying.items() if inspect.isroutine(value)}
+        given = {name: value for name, value in self.varying.items() if name not in functions}
         replicated, given = copy.deepcopy((self.replicated, given))
-        made |= {n: _of_another_rank(n, v) if n in others else v for n, v in given.items()}
-        return replicated, {name: made[name] for name in self.varying}
+        varying = {}
+        for name, value in self.varying.items():
+            is_other = name in others
+            own = value(int(is_other and factor is None)) if name in functions else given[name]
+            if is_other and factor is not None:
+                own = changed(own, partial(scale_, factor=factor), factor)
+            elif is_other and name not in functions:
+                own = _of_another_rank(name, own)
+            varying[name] = own
+        return replicated, varying
 
 
-def program(step: Callable[..., Any], replicated: Sequence[Any], varying: Sequence[Any]) -> Program:
+def program(
+    step: Callable[..., Any], replicated: Sequence[Any], varying: Sequence[Any], ranks: int
+) -> Program:
     """A step with its inputs, which have the names of its parameters."""
     parameters = inspect.signature(step).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -124,6 +132,7 @@ def program(step: Callable[..., Any], replicated: Sequence[Any], varying: Sequen
         dict(zip(names, replicated, strict=False)),
         dict(zip(names[len(replicated) :], varying, strict=True)),
         any(p.name == "group" for p in parameters),
+        ranks,
     )
 
 
@@ -153,10 +162,6 @@ def _is_tuple(result: Any) -> bool:
     return isinstance(result, tuple) and not hasattr(result, "_fields")
 
 
-def _is_function(value: Any) -> bool:
-    return inspect.isroutine(value)
-
-
 def _of_another_rank(name: str, value: Any) -> Any:
     """Change an input.
 
@@ -170,10 +175,6 @@ def _of_another_rank(name: str, value: Any) -> Any:
             f"`{name}` has no numbers that can be changed; pass a function of the rank for it"
         )
     return other
-
-
-def _made(function: Callable[[int], Any], is_other: bool) -> Any:
-    return function(int(is_other))
 
 
 @contextmanager

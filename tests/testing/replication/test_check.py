@@ -277,6 +277,33 @@ def test_state_that_is_not_passed() -> None:
     assert "it does not do the same twice" in str(error_of(step, (PARAMS,), (BATCH,)))
 
 
+def test_values_that_are_equal_by_accident() -> None:
+    def signs(params, batch):
+        return descend(params, fddp.tree_map(torch.sign, grad(loss_fn)(params, batch)))
+
+    x, y = BATCH
+    close = x, y + 100.0  # gradients of biases have one sign, whatever the batch is
+    error = error_of(lambda params, batch: signs(params, batch), (PARAMS,), (close,))
+    assert "it depends on `batch`" in str(error)
+
+    def zeros(params, batch):
+        loss = fddp.pmean((batch[0] @ params).sigmoid().log().mean())
+        return (
+            params - fddp.pmean(grad(lambda p: (batch[0] @ p).square().mean())(params) + 0.5) + loss
+        )
+
+    check_replication(zeros, replicated=(torch.zeros(4),), varying=(BATCH,))
+
+
+def test_sums_that_are_no_state() -> None:
+    def step(params, batch):
+        total = fddp.psum(batch[0].abs().sum())
+        grads = fddp.pmean(grad(loss_fn)(params, batch))
+        return {"params": descend(params, grads), "total": total}
+
+    check_replication(step, replicated=(PARAMS,), varying=(BATCH,))
+
+
 def test_a_bucket_that_no_input_reaches_may_be_averaged() -> None:
     def step(params, batch):
         with fddp.GradSync(params, bucket_cap_mb=1e-6, first_bucket_mb=1e-6) as sync:
