@@ -78,13 +78,11 @@ def check_replication(
         raise ValueError(f"ranks={ranks}: replicas are at least two")
     checked = program(step, replicated, varying, ranks)
     reads = Reads()
-    usual = checked.run(frozenset(), ranks, reads=reads)
+    usual = checked.run(frozenset(), reads=reads)
     if usual.error is not None:
         raise usual.error
     other_reads = Reads()
-    other = checked.run(
-        frozenset(checked.causes), ranks, earlier=usual.collectives, reads=other_reads
-    )
+    other = checked.run(frozenset(checked.causes), earlier=usual.collectives, reads=other_reads)
     read_at = varying_reads(usual.reads, other.reads)
     _check_collectives(usual, other, read_at)
     if other.error is not None:
@@ -92,18 +90,14 @@ def check_replication(
     _check_values(checked, usual, other, None)
     others = [other]
     for factor in _EXTREMES:
-        extreme = checked.run(
-            frozenset(checked.varying), ranks, earlier=usual.collectives, factor=factor
-        )
+        extreme = checked.run(frozenset(checked.varying), earlier=usual.collectives, factor=factor)
         _check_collectives(usual, extreme, read_at)
         if extreme.error is None:
             _check_values(checked, usual, extreme, factor)
             others += [extreme] if math.isnan(factor) and checked.varying else []
     _check_redundant(usual, others)
     for seed in range(_READ_RUNS if read_at else 0):
-        misled = checked.run(
-            frozenset(), ranks, earlier=usual.collectives, reads=Reads(read_at, seed)
-        )
+        misled = checked.run(frozenset(), earlier=usual.collectives, reads=Reads(read_at, seed))
         _check_collectives(usual, misled, read_at)
     _check_growth(checked, usual)
     _warn_of_buffers(usual, other)
@@ -172,9 +166,7 @@ def _causes(checked: Program, usual: Outcome, path: str, factor: float | None) -
     """Causes that alone make a value differ; none if it differs without any."""
 
     def differs(*causes: str) -> bool:
-        run = checked.run(
-            frozenset(causes), checked.ranks, earlier=usual.collectives, factor=factor
-        )
+        run = checked.run(frozenset(causes), earlier=usual.collectives, factor=factor)
         return run.error is None and not is_same(usual.values.get(path), run.values.get(path))
 
     if differs():
@@ -189,7 +181,7 @@ def _origin(
     runs = []
     for others in (frozenset[str](), frozenset(causes)):
         lines = Lines()
-        checked.run(others, checked.ranks, earlier=usual.collectives, factor=factor, lines=lines)
+        checked.run(others, earlier=usual.collectives, factor=factor, lines=lines)
         runs.append(lines)
     name = path.partition("[")[0]
     usual_lines, other_lines = runs
@@ -305,14 +297,14 @@ def _check_growth(checked: Program, usual: Outcome) -> None:
     has_shards = any("reduce_scatter" in own.form for own in usual.collectives)
     if has_shards or any(isinstance(leaf, Generator) for leaf in tree_flatten(varying)[0]):
         return
-    on_more = checked.run(frozenset(), 2 * checked.ranks)
+    on_more = checked._replace(ranks=2 * checked.ranks).run(frozenset())
     if on_more.error is not None:
         return  # the step has a mesh of its own
     inputs = replicated | varying
     state = {_shape(p, leaf) for n, v in inputs.items() for p, leaf in leaves_of(n, v)}
     runs = [on_more]
     if not _sends_the_same(usual, on_more):
-        runs.append(checked.run(frozenset(), checked.ranks, sums=2))
+        runs.append(checked.run(frozenset(), sums=2))
     found = [
         path
         for path, value in usual.values.items()
@@ -326,10 +318,12 @@ def _check_growth(checked: Program, usual: Outcome) -> None:
         for own, theirs in zip(usual.collectives, on_more.collectives, strict=False)
         if is_reduction(own) and growth(own.result, theirs.result) != 1.0 and "psum of" in own.text
     ]
+    operators = (own for own in usual.collectives if is_reduction(own) and "bucket" not in own.text)
+    sums = sums or [*operators][:1]
     what = f" through {sums[0].text}" if sums else ""
     raise ReplicationError(
         f"{found[0]} changes with the number of ranks, although all send the same{what}; write "
-        f"pmean for psum, or divide by group.size or by a sum over ranks",
+        f"pmean for psum, or psum for pmean, or divide by group.size or by a sum over ranks",
         path=found[0],
         line=sums[0].place if sums else "",
     )

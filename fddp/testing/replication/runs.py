@@ -65,7 +65,6 @@ class Program(NamedTuple):
     def run(
         self,
         others: frozenset[str],
-        ranks: int,
         *,
         earlier: Sequence[Collective] = (),
         factor: float | None = None,
@@ -77,7 +76,6 @@ class Program(NamedTuple):
 
         Args:
             others: causes of which this run has others than usual.
-            ranks: number of ranks that there seem to be.
             earlier: collectives of a run whose results this one gets.
             factor: factor on the inputs among `others`; None for inputs of another rank.
             sums: factor on the results of `psum`.
@@ -87,7 +85,7 @@ class Program(NamedTuple):
         transfers, error, result = Transfers(earlier, sums), None, None
         call = self.step if lines is None else _through(lines, self.step)
         rank = int(RANK in others)
-        with mirrored(rank, ranks, transfers) as group, _seeded(int(RANDOM in others)):
+        with mirrored(rank, self.ranks, transfers) as group, _seeded(int(RANDOM in others)):
             replicated, varying = self.inputs(others, factor)
             more = {"group": group} if self.takes_group else {}
             try:
