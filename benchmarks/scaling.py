@@ -137,7 +137,7 @@ def _rank_costs(ranks: int) -> Costs:
     def run(group: Any) -> Costs:
         costs: Costs = {}
         with LoopbackTransport(group) as transport, _counting(transport, counts, lock):
-            discover_hosts(transport).close()
+            discover_hosts(transport)
         barrier.wait()
         build_s, sync = _cpu_s(lambda: fddp.GradSync(plan, group=group))
         barrier.wait()

@@ -204,7 +204,6 @@ def test_messages_of_descriptors(note: bytes, count: int) -> None:
         os.close(null)
         with suppress(ValueError, OSError):
             search._receive_all((0, 1))
-        search.processes.close()
     assert open_files() == before
 
 
@@ -248,7 +247,7 @@ def test_a_corrupt_control_block_ends_in_an_error(garbage: bytes) -> None:
     control_block = arenas[0].make_control_block(2)
     assert control_block is not None
     views = [view_arena(arena.fd, arena.span) for arena in arenas]
-    backend = make_shm_backend(arenas[0], [None, views[1]], 0, control_block, [-1, -1], 0.3, 2)
+    backend = make_shm_backend(arenas[0], [None, views[1]], 0, control_block, 0.3, 2)
     work = backend.start("all_reduce", torch.ones(100_000))
     views[0].write(control_block, garbage * 16_000)  # smaller than that of two members
     status = Status.PENDING

@@ -49,7 +49,6 @@ void fuzz_map_peer_arena(Bytes in) {
   options.mappings = {mapping, options.arena->mapping()};
   options.index = 1;
   options.control_block = in.extreme();
-  options.pidfds = {-1, -1};
   options.timeout = std::chrono::milliseconds(1);
   try {
     ShmGroup group(std::move(options));

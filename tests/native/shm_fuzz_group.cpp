@@ -33,7 +33,6 @@ class HostileGroup {
     for (size_t m = 0; m < n_; ++m) {
       options.mappings.push_back(
           m == index_ ? arenas_[m]->mapping() : map_peer_arena(arenas_[m]->fd(), kSpan));
-      options.pidfds.push_back(-1);
     }
     options.index = index_;
     options.control_block = *offset;

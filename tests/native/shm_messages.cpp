@@ -235,7 +235,6 @@ int main(int argc, char** argv) {
   ShmGroupOptions options{};
   for (const auto& arena : arenas) options.mappings.push_back(arena->mapping());
   options.control_block = ShmGroup::make_control_block(*arenas[0], n).value();
-  options.pidfds.assign(n, -1);
   options.timeout = std::chrono::seconds(60);
   options.waiters_on_host = n;
   std::vector<std::unique_ptr<Member>> members;

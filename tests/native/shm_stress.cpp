@@ -12,7 +12,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -301,21 +300,13 @@ class Rank {
     }
     rendezvous.arrive(rank_, job_.ranks, 1);
     std::vector<std::shared_ptr<Mapping>> mappings;
-    std::vector<int> pidfds;
     for (size_t r = 0; r < job_.ranks; ++r) {
       mappings.push_back(
           r == rank_ || job_.threads ? arenas[r]->mapping() : peer(rendezvous.entries[r]));
-      pidfds.push_back(
-          r == rank_ || job_.threads
-              ? -1
-              : static_cast<int>(syscall(SYS_pidfd_open, rendezvous.entries[r].pid.load(), 0)));
     }
     rendezvous.arrive(rank_, job_.ranks, 2);
     for (size_t t = 0; t < groups_.size(); ++t) {
-      open_.push_back(place(t) < 0 ? nullptr : join(rendezvous, t, mappings, pidfds));
-    }
-    for (const int pidfd : pidfds) {
-      if (pidfd >= 0) close(pidfd);
+      open_.push_back(place(t) < 0 ? nullptr : join(rendezvous, t, mappings));
     }
   }
 
@@ -330,14 +321,10 @@ class Rank {
   }
 
   std::unique_ptr<ShmGroup> join(
-      const Rendezvous& rendezvous, size_t t, const std::vector<std::shared_ptr<Mapping>>& mappings,
-      const std::vector<int>& pidfds) const {
+      const Rendezvous& rendezvous, size_t t, const std::vector<std::shared_ptr<Mapping>>& mappings) const {
     ShmGroupOptions options{};
     options.arena = arena_;
-    for (const size_t r : groups_[t]) {
-      options.mappings.push_back(mappings[r]);
-      options.pidfds.push_back(pidfds[r]);
-    }
+    for (const size_t r : groups_[t]) options.mappings.push_back(mappings[r]);
     options.index = static_cast<size_t>(place(t));
     options.control_block = rendezvous.entries[groups_[t][0]].control_blocks[t].load();
     options.timeout = std::chrono::seconds(60);

@@ -37,7 +37,7 @@ def crew_of(size: int, timeout_s: float = 20.0, span_bytes: int = 64 * MIB) -> C
             None if other == rank else _C.ShmView(arenas[other].fd, span_bytes)
             for other in range(size)
         ]
-        groups.append(_C.ShmBackend(arena, views, rank, control_block, [-1] * size, timeout_s))
+        groups.append(_C.ShmBackend(arena, views, rank, control_block, timeout_s))
     return Crew(arenas, groups, control_block)
 
 

@@ -107,11 +107,10 @@ def test_ranks_find_their_host_in_rounds_of_descriptors(world_size: int) -> None
 
             with mock.patch.object(transport, "all_gather", counted):
                 found = host_discovery.discover_hosts(transport)
-            assert len(found.views) == len(found.processes) == world_size - 1
-            found.close()
+            assert len(found.views) == world_size - 1
 
     fddp.loopback(world_size, run)
     # No more descriptors are sent at once than the system lets a user have under way.
     rounds = host_discovery._rounds([tuple(range(world_size))])
     assert set(gathers.values()) == {5 + rounds}
-    assert rounds == -(-(world_size - 1) // (256 // world_size))
+    assert rounds == -(-(world_size - 1) // (512 // world_size))

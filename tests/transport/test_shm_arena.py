@@ -110,11 +110,11 @@ def test_a_control_block_is_checked_before_it_is_used() -> None:
     with pytest.raises(
         ValueError, match=rf"no control block of 2 members at offset {control_block}"
     ):
-        _C.ShmBackend(arenas[0], views, 0, control_block, [-1, -1], 1.0)
+        _C.ShmBackend(arenas[0], views, 0, control_block, 1.0)
     with pytest.raises(
         ValueError, match="control block is misaligned or outside of the arena of 16777216"
     ):
-        _C.ShmBackend(arenas[0], views, 0, 2**63, [-1, -1], 1.0)
+        _C.ShmBackend(arenas[0], views, 0, 2**63, 1.0)
 
 
 def _system(root: Path, available_kib: int, groups: str, files: dict[str, str]) -> int:

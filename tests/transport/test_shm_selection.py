@@ -110,7 +110,7 @@ def in_rounds_on_rank(rank: int, world_size: int) -> None:
     for on_the_way in (1, 16, 40):
         with (
             mock.patch.object(host_discovery, "_MAX_FDS_IN_FLIGHT", on_the_way),
-            mock.patch.object(host_discovery, "_RANKS_PER_MESSAGE", 3),
+            mock.patch.object(host_discovery, "MOST_DESCRIPTORS", 3),
             open_transport(name="shm", timeout_s=20) as transport,
         ):
             tensor = part(rank, 5, torch.float32)

@@ -40,14 +40,12 @@ std::chrono::milliseconds milliseconds(double seconds) {
 BackendPtr make_backend(
     const std::shared_ptr<shm::Arena>& arena,
     const std::vector<std::shared_ptr<shm::Mapping>>& views, size_t index,
-    uint64_t control_block_offset, const std::vector<int>& pidfds, double timeout_s,
-    size_t waiters_on_host) {
+    uint64_t control_block_offset, double timeout_s, size_t waiters_on_host) {
   TORCH_CHECK_TYPE(arena != nullptr, "the arena is None");
   TORCH_CHECK_VALUE(
-      index < views.size() && views.size() == pidfds.size(), "index=", index, " with ",
-      views.size(), " views and ", pidfds.size(), " pidfds");
+      index < views.size(), "index=", index, " with ", views.size(), " views");
   shm::ShmGroupOptions options = {
-      arena, views, index, control_block_offset, pidfds, nanoseconds(timeout_s), waiters_on_host};
+      arena, views, index, control_block_offset, nanoseconds(timeout_s), waiters_on_host};
   options.mappings[index] = arena->mapping();
   for (const auto& mapping : options.mappings) {
     TORCH_CHECK_VALUE(mapping != nullptr, "views is None for a peer of member ", index);
@@ -76,10 +74,11 @@ py::tuple failure_of(const ShmBackend& backend) {
 
 std::vector<std::string> states_of(const ShmBackend& backend) {
   constexpr const char* kNames[] = {"active", "left", "failed"};
+  const shm::Members gone = backend.group()->gone();
   std::vector<std::string> states;
   for (size_t m = 0; m < backend.group()->members(); ++m) {
     const auto state = static_cast<size_t>(backend.group()->state(m));
-    states.emplace_back(kNames[std::min<size_t>(state, 2)]);
+    states.emplace_back(state == 0 && gone[m] ? "ended" : kNames[std::min<size_t>(state, 2)]);
   }
   return states;
 }
@@ -116,7 +115,7 @@ void bind_backend(py::module_& m) {
       m, "ShmBackend", "Backend of torch.distributed over a shared-memory group.")
       .def(
           py::init(torch::wrap_pybind_function(&make_backend)), py::arg("arena"), py::arg("views"),
-          py::arg("index"), py::arg("control_block_offset"), py::arg("pidfds"),
+          py::arg("index"), py::arg("control_block_offset"),
           py::arg("timeout_s"), py::arg("waiters_on_host") = 0)
       .def_static(
           "alone",

@@ -450,7 +450,7 @@ void Messages::check_peers() {
     checked_at_ = now;
   }
   group_->adopt_reported_failure();
-  const std::vector<bool> gone = group_->gone();
+  const Members gone = group_->gone();
   const Failure failure = group_->failure();
   Completed completed;
   {
@@ -469,8 +469,8 @@ bool Messages::is_late(const MessagePtr& message, Clock::time_point now) const {
 }
 
 // Note the members to or from which pending messages cannot complete.
-void Messages::find_broken(const std::vector<bool>& gone, Clock::time_point now) {
-  for (size_t m = 0; m < gone.size(); ++m) {
+void Messages::find_broken(const Members& gone, Clock::time_point now) {
+  for (size_t m = 0; m < group_->members(); ++m) {
     if (m == group_->index()) continue;
     const bool sends = !sends_[m].empty();
     const bool arrives = arriving_[m] && arriving_[m]->target;

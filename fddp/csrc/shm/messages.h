@@ -147,7 +147,7 @@ class Messages {
   void finish_arrival(size_t sender, Completed& completed);
   void take_arrived(const MessagePtr& message, Completed& completed);
   bool is_awaited(size_t sender) const;
-  void find_broken(const std::vector<bool>& gone, Clock::time_point now);
+  void find_broken(const Members& gone, Clock::time_point now);
   void fail_late(Clock::time_point now, Completed& completed);
   void fail_broken(Completed& completed);
   Members peers_of(size_t peer) const;

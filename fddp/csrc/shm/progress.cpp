@@ -13,8 +13,6 @@
 namespace fddp::shm {
 namespace {
 
-// Minimum interval between two liveness checks by the kernel.
-constexpr auto kPollInterval = std::chrono::milliseconds(10);
 // Peers rarely wait for space in the ring of copies. They are woken at every 8th phase of small
 // operations only.
 constexpr uint64_t kWakeInterval = 8;
@@ -284,15 +282,7 @@ void ShmGroup::check_peers(const WaitCondition& condition, OperationList& to_rel
     front = pending_.front();
   }
   const auto now = Clock::now();
-  Members gone;
-  if (now - polled_at_ >= kPollInterval) {
-    polled_at_ = now;
-    const std::vector<bool> exited = process_watch_.exited();
-    for (size_t m = 0; m < members(); ++m) gone[m] = exited[m];
-  }
-  for (size_t m = 0; m < members(); ++m) {
-    if (slot(m).state.load() == MemberState::kLeft) gone.set(m);
-  }
+  const Members gone = this->gone();
   // Computed last, so that the final progress of exited members counts.
   const Members awaited = blocking_members(condition);
   if ((awaited & gone).any()) {
@@ -414,6 +404,7 @@ Members ShmGroup::blocking_members(const WaitCondition& condition) const {
 void ShmGroup::progress_loop() {
   block_signals();
   pthread_setname_np(pthread_self(), "fddp-shm");
+  const ThreadMark mark(slot(index()).thread);
   std::unique_lock lock(queue_);
   while (true) {
     work_.wait(lock, [&] {

@@ -35,10 +35,9 @@ uint64_t allocate_or_throw(Arena& arena, uint64_t bytes, const char* what) {
 
 ControlBlock* control_block_at(const ShmGroupOptions& options) {
   const size_t n = options.mappings.size();
-  if (n < 2 || n > kMaxMembers || options.index >= n || options.pidfds.size() != n) {
+  if (n < 2 || n > kMaxMembers || options.index >= n) {
     throw std::invalid_argument(
-        "a group has 2 to 256 members, got " + std::to_string(n) + " mappings, " +
-        std::to_string(options.pidfds.size()) + " pidfds and the index " +
+        "a group has 2 to 256 members, got " + std::to_string(n) + " mappings and the index " +
         std::to_string(options.index));
   }
   const Mapping& mapping = *options.mappings[0];
@@ -78,7 +77,6 @@ std::optional<uint64_t> ShmGroup::make_control_block(Arena& arena, size_t member
 ShmGroup::ShmGroup(ShmGroupOptions options)
     : options_(std::move(options)),
       timeout_(options_.timeout),
-      process_watch_(options_.pidfds),
       pid_(getpid()),
       control_block_(control_block_at(options_)),
       may_spin_(std::max(options_.waiters_on_host, members()) <= processors()),
@@ -90,6 +88,7 @@ ShmGroup::ShmGroup(ShmGroupOptions options)
     staging_ = allocate_or_throw(
         arena, 2 * kSegmentBytes, "no pages are available for the staging buffer of a group");
     thread_ = std::thread(&ShmGroup::progress_loop, this);
+    while (slot(index()).thread.load() == 0) std::this_thread::yield();
   } catch (...) {
     arena.free(copy_ring_);
     if (staging_ != 0) arena.free(staging_);
@@ -360,11 +359,10 @@ void ShmGroup::expedite(const Operation& operation) {
 ShmGroupOptions ShmGroup::options_of_part(
     const std::vector<size_t>& members, uint64_t control_block) const {
   ShmGroupOptions part = {
-      options_.arena, {}, 0, control_block, {}, timeout(), options_.waiters_on_host};
+      options_.arena, {}, 0, control_block, timeout(), options_.waiters_on_host};
   for (const size_t member : members) {
     if (member == index()) part.index = part.mappings.size();
     part.mappings.push_back(options_.mappings.at(member));
-    part.pidfds.push_back(process_watch_.pidfds().at(member));
   }
   return part;
 }
@@ -375,10 +373,11 @@ Members ShmGroup::missing(const Operation& operation) const {
   return missing;
 }
 
-std::vector<bool> ShmGroup::gone() const {
-  std::vector<bool> gone = process_watch_.exited();
+Members ShmGroup::gone() const {
+  Members gone;
   for (size_t m = 0; m < members(); ++m) {
-    if (slot(m).state.load() == MemberState::kLeft) gone[m] = true;
+    gone[m] = (slot(m).thread.load() & FUTEX_OWNER_DIED) != 0 ||
+              slot(m).state.load() == MemberState::kLeft;
   }
   return gone;
 }

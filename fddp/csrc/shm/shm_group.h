@@ -16,7 +16,6 @@
 #include "control_block.h"
 #include "exchange.h"
 #include "futex.h"
-#include "process_watch.h"
 
 #include <atomic>
 #include <bitset>
@@ -116,7 +115,6 @@ struct ShmGroupOptions {
   std::vector<std::shared_ptr<Mapping>> mappings;  // by member, including this one
   size_t index;
   uint64_t control_block;  // offset in the first member's arena
-  std::vector<int> pidfds;
   Nanoseconds timeout;
   size_t waiters_on_host;  // ranks on this host that may wait at the same time
 };
@@ -193,7 +191,7 @@ class ShmGroup {
   // Options of a group of some of these members, in their new order, of which this is one.
   ShmGroupOptions options_of_part(const std::vector<size_t>& members, uint64_t control_block) const;
   // Members that can make no more progress: they have left or their process has ended.
-  std::vector<bool> gone() const;
+  Members gone() const;
   bool may_spin() const {
     return may_spin_;
   }
@@ -256,7 +254,6 @@ class ShmGroup {
 
   const ShmGroupOptions options_;
   std::atomic<Nanoseconds> timeout_;
-  const ProcessWatch process_watch_;
   const int pid_;  // a forked process has no progress thread and is not a member
   ControlBlock* control_block_;
   const bool may_spin_;  // each rank has a processor of its own
@@ -270,7 +267,6 @@ class ShmGroup {
   std::mutex executor_;
   uint64_t phase_ = 0;             // of this member, as in the control block
   Clock::time_point front_since_;  // time at which the first pending operation became the first
-  Clock::time_point polled_at_;
   Members corrupt_;  // members that posted invalid descriptors
 
   mutable std::mutex queue_;

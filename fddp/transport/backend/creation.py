@@ -5,23 +5,29 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fddp.core.protocol.differences import check_equal
-from fddp.errors import DesyncError
+from fddp.errors import DesyncError, RankLostError
 from fddp.native import extension
 from fddp.transport.backend.exits import leave_groups_at_exit
 from fddp.transport.backend.store_exchange import StoreExchange
+from fddp.transport.c10d.group_probe import GroupProbe
+from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.group_backend import backend_of
 from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.opening import open_shm_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fddp.transport.shm.bindings import ShmBackend
+
+T = TypeVar("T")
 
 _log = logging.getLogger("fddp")
 
@@ -54,6 +60,7 @@ def create_backend(options: Any, _: object = None) -> Any:
     Raises:
         SyncTimeoutError: some ranks did not take part within the timeout of the group.
         DesyncError: the ranks have different names for the group.
+        RankLostError: a rank has left the default group, or its process has ended.
     """
     leave_groups_at_exit()
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
@@ -64,13 +71,20 @@ def create_backend(options: Any, _: object = None) -> Any:
         choice = BackendChoice("shm", "the group has only one rank")
     elif whole is not None and options.global_ranks_in_group:
         # The ranks have mapped each other's memory already.
-        backend = whole.split(options.store, options.global_ranks_in_group, timeout_s)
+        ranks = options.global_ranks_in_group
+        split = lambda store: whole.split(store, ranks, timeout_s)  # noqa: E731
+        backend = _connect(options, options.store, split)
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
-        exchange = StoreExchange(options.store, rank, size, timeout_s)
-        opened, choice = _open_in_memory(exchange)
+
+        def open_in_memory(store: dist.Store) -> tuple[ShmBackend | None, BackendChoice]:
+            exchange = StoreExchange(store, rank, size, timeout_s)
+            opened = _open_in_memory(exchange)
+            exchange.close()
+            return opened
+
+        opened, choice = _connect(options, options.store, open_in_memory)
         backend = _gloo(options, timeout_s) if opened is None else opened
-        exchange.close()
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
     return backend
@@ -88,10 +102,15 @@ def _check_names(options: Any, timeout_s: float) -> None:
     # torch adds the name and the device to the store of the default group.
     shared = options.store.underlying_store.underlying_store
     store = dist.PrefixStore(f"fddp/names/{members}/{named[members]}", shared)
-    exchange = StoreExchange(store, options.group_rank, options.group_size, timeout_s)
-    names = [name.decode() for name in exchange.exchange(options.group_id.encode())]
+
+    def exchange_names(store: dist.Store) -> list[str]:
+        exchange = StoreExchange(store, options.group_rank, options.group_size, timeout_s)
+        names = [name.decode() for name in exchange.exchange(options.group_id.encode())]
+        exchange.close()
+        return names
+
+    names = _connect(options, store, exchange_names)
     named[members] += 1
-    exchange.close()
     check_equal(
         f"the name of the process group of ranks {', '.join(map(str, members))}",
         names,
@@ -132,22 +151,42 @@ def _default_backend() -> Any | None:
     return backend if isinstance(backend, extension.load().ShmBackend) else None
 
 
+def _connect(options: Any, store: dist.Store, connect: Callable[[dist.Store], T]) -> T:
+    """Return the result of `connect`, called with the `store` of a new group. Looks meanwhile for
+    ranks that have left the default group, unless that one is being created."""
+    whole = dist.group.WORLD
+    if whole is None:
+        return connect(store)
+    probe, rank, size = GroupProbe(whole), options.group_rank, options.group_size
+    members = [*(options.global_ranks_in_group or range(size))]
+
+    def check() -> None:
+        lost = tuple(members.index(gone) for gone in probe.lost() if gone in members)
+        if lost:
+            names = ", ".join(f"rank {place} (global {members[place]})" for place in lost)
+            raise RankLostError(
+                f"creating a process group on rank {rank} of {size}: lost {names} (it left the "
+                "default group, or its process has ended); create a group of the remaining ranks",
+                lost,
+            )
+
+    made: T = connect_with_abort(connect, store, _seconds(options.timeout), check)[0]
+    return made
+
+
 def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, BackendChoice]:
     """Return a backend in the memory of the ranks, None if they do not all share it."""
     size = exchange.world_size
     everyone = tuple(range(size))
     host_groups = discover_hosts(exchange)
-    try:
-        problems = host_groups.problems
-        if host_groups.hosts == (everyone,):
-            opened = open_shm_groups(exchange, host_groups, [everyone], exchange.timeout_s)
-            if everyone in opened.everywhere:
-                reason = f"all {size} ranks share the memory of a host"
-                return opened.own[everyone], BackendChoice("shm", reason)
-            problems = {**problems, **opened.problems}
-        return None, BackendChoice("gloo", host_groups.describe(problems))
-    finally:
-        host_groups.close()
+    problems = host_groups.problems
+    if host_groups.hosts == (everyone,):
+        opened = open_shm_groups(exchange, host_groups, [everyone], exchange.timeout_s)
+        if everyone in opened.everywhere:
+            reason = f"all {size} ranks share the memory of a host"
+            return opened.own[everyone], BackendChoice("shm", reason)
+        problems = {**problems, **opened.problems}
+    return None, BackendChoice("gloo", host_groups.describe(problems))
 
 
 def _gloo(options: Any, timeout_s: float) -> dist.ProcessGroupGloo:

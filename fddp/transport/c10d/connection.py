@@ -12,6 +12,7 @@ from fddp.native import extension
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
 from fddp.transport.c10d.gloo import GlooCommunicator
 from fddp.transport.c10d.nccl import NcclCommunicator
+from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
 
@@ -57,5 +58,11 @@ def _connect_fddp(spec: CommunicatorSpec) -> Communicator:
     backend = backend_of(spec.group, torch.device("cpu"))
     if not isinstance(backend, extension.load().ShmBackend):
         return GlooCommunicator(spec)  # the ranks do not share memory
-    part = cast("ShmBackend", backend).split(spec.store, spec.ranks, spec.timeout_s)
+    whole = cast("ShmBackend", backend)
+    part, _ = connect_with_abort(
+        lambda store: whole.split(store, spec.ranks, spec.timeout_s),
+        spec.store,
+        spec.timeout_s,
+        spec.check_peers,
+    )
     return ShmCommunicator(part, spec.rank, spec.ranks, of_all_hosts=True)

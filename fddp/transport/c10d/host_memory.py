@@ -79,4 +79,4 @@ class HostMemory:
             self._arena.trim()
             self._arena.close_fd()
             self._arena = None
-        self._host_groups = self._host_groups.close()
+        self._host_groups = self._host_groups.without_memory()

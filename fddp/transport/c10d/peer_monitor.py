@@ -19,7 +19,7 @@ from fddp.transport.liveness.interrupts import (
 from fddp.transport.liveness.membership import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from fddp.transport.liveness.failure_detector import FailureDetector
     from fddp.transport.liveness.membership import Membership, Verdict
@@ -78,6 +78,12 @@ class PeerMonitor:
         late = now_s - begin_s > _CHECK_PROCESSES_AFTER_S
         if among != () and (late or not check_failures):
             self._detector.check_alive(among, refresh=not check_failures)
+
+    def check_opening(self, what: str, begin_s: float, lost: Callable[[], tuple[int, ...]]) -> None:
+        """As `check`, before failures can be reported on the transport; `lost` returns the ranks
+        that have left the process group."""
+        self.check(what, begin_s, check_failures=False)
+        self._detector.check_lost(lost(), "it left the group, or its process has ended")
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
         """Exchange reports with the other ranks and return the cause of a failure; arguments as for

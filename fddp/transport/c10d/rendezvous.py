@@ -53,6 +53,11 @@ class AbortableStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)
 
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # the name that the extension calls  # noqa: N815
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         pause_s = 0.0005
         while not self._store.check(keys):
@@ -83,7 +88,7 @@ def connect_with_abort(
     try:
         while not call.ended.acquire(timeout=CHECK_INTERVAL_S):
             check_peers()
-            if time.perf_counter() > deadline_s:
+            if time.perf_counter() > deadline_s + CHECK_INTERVAL_S:  # later than the store
                 raise DeadlineExceededError(f"timed out after {timeout_s} s")
     except BaseException:
         abortable.abort()

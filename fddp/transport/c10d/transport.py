@@ -31,6 +31,7 @@ from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
 from fddp.transport.c10d.connection import connect
+from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
 from fddp.transport.c10d.issued_works import IssuedWorks
 from fddp.transport.c10d.peer_monitor import PeerMonitor
@@ -104,7 +105,7 @@ class C10dTransport(Transport):
             self._cancel_finalizer = on_finalize(
                 self, partial(self.status.board.leave, self.status)
             )
-            self._open(title)
+            self._open(group, title)
         except FddpError:
             self.close()
             raise
@@ -112,7 +113,7 @@ class C10dTransport(Transport):
             self.abandon("its opening was interrupted")
             raise
 
-    def _open(self, title: str) -> None:
+    def _open(self, group: dist.ProcessGroup, title: str) -> None:
         what = f"the opening of a {title}"
         self.status.begin(what)
         group_key = self.status.key
@@ -120,7 +121,8 @@ class C10dTransport(Transport):
         def set_key(count: int) -> None:
             self.status.key = f"{group_key}/{count}"
 
-        check = partial(self._peers.check, what, self._peers.begin_wait(), check_failures=False)
+        begin_s, probe = self._peers.begin_wait(), GroupProbe(group)
+        check = partial(self._peers.check_opening, what, begin_s, probe.lost)
         try:
             absent = self._membership.open(self.timeout_s, check, set_key)
         except RuntimeError as error:

@@ -60,10 +60,13 @@ class FailureDetector:
         """
         if refresh:
             self.refresh_processes()
-        ended = tuple(rank for rank in self.ended() if among is None or rank in among)
-        if ended:
-            if lost := self._membership.unreported(ended):
-                raise ProcessExitedError(lost)
+        self.check_lost([rank for rank in self.ended() if among is None or rank in among])
+
+    def check_lost(self, ranks: Sequence[int], why: str = "its process has ended") -> None:
+        """Raise the errors of `check_alive` if there are `ranks`, which are lost."""
+        if ranks:
+            if lost := self._membership.unreported(tuple(ranks)):
+                raise ProcessExitedError(lost, why)
             raise PeerFailureError("another rank reported a failure")
 
     def ended(self) -> tuple[int, ...]:

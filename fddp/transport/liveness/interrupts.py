@@ -26,8 +26,8 @@ class PeerFailureError(RuntimeError):
 class ProcessExitedError(RuntimeError):
     """The processes of `ranks` have ended."""
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__("its process has ended")
+    def __init__(self, ranks: tuple[int, ...], why: str) -> None:
+        super().__init__(why)
         self.ranks = ranks
 
 

@@ -107,17 +107,16 @@ def make_shm_backend(
     views: Sequence[View | None],
     index: int,
     control_block_offset: int,
-    pidfds: Sequence[int],
     timeout_s: float,
     waiters_on_host: int,
 ) -> ShmBackend:
     """Join the group whose control block lies in its first member's arena.
 
-    Views and pidfds are those of the members, None and -1 at this member's `index`.
+    Views are those of the members, None at this member's `index`.
     `waiters_on_host` is the number of processes of this host that may wait at the same time.
     Raises OSError or RuntimeError if pages can't be reserved.
     """
     made = extension.load().ShmBackend(
-        arena, views, index, control_block_offset, pidfds, timeout_s, waiters_on_host
+        arena, views, index, control_block_offset, timeout_s, waiters_on_host
     )
     return cast("ShmBackend", made)

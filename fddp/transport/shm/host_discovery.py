@@ -36,7 +36,6 @@ _MAX_PROBLEM_CHARS = 300
 _MAX_HOSTS_SHOWN = 4
 _MAX_FDS_IN_FLIGHT = 512  # half of the usual limit of a user
 _MAX_ARENA_BYTES = 1 << 47  # larger than any arena
-_RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # two descriptors a rank
 
 
 class Exchange(Protocol):
@@ -61,14 +60,12 @@ class HostGroups(NamedTuple):
         problems: errors that stopped ranks, by rank, the same on all ranks.
         arena: this rank's memory. None if it shares its host with no other rank.
         views: memory of the other ranks on its host, by rank.
-        processes: pidfds of these ranks.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     problems: dict[int, str]
     arena: Arena | None
     views: dict[int, View]
-    processes: Processes
 
     def share_host(self, ranks: Sequence[int]) -> bool:
         return any(set(ranks) <= set(host) for host in self.hosts)
@@ -76,7 +73,7 @@ class HostGroups(NamedTuple):
     def describe(self, problems: Mapping[int, str]) -> str:
         """Return the reason why not all ranks share memory.
 
-        >>> found = HostGroups(((0, 1), (2, 3), (4,)), {}, None, {}, Processes())
+        >>> found = HostGroups(((0, 1), (2, 3), (4,)), {}, None, {})
         >>> found.describe({4: "no file descriptors"})
         'the ranks are on 3 hosts or parts of them (0-1, 2-3, 4); rank 4: no file descriptors'
         """
@@ -86,24 +83,8 @@ class HostGroups(NamedTuple):
         text = text if len(self.hosts) > 1 else "the ranks share a host, but could not use it"
         return text + "".join(f"; rank {rank}: {why}" for rank, why in [*problems.items()][:1])
 
-    def close(self) -> HostGroups:
-        """Close the pidfds; return the value without memory."""
-        self.processes.close()
+    def without_memory(self) -> HostGroups:
         return self._replace(arena=None, views={})
-
-
-class Processes(dict[int, int]):
-    """Pidfds of other ranks' processes, by rank; closed by the finalizer at the latest."""
-
-    _close = staticmethod(os.close)  # globals may be gone when the finalizer runs
-
-    def close(self) -> None:
-        """Close all; a second call does nothing."""
-        while self:
-            self._close(self.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class StagedExchange:
@@ -161,40 +142,34 @@ def discover_hosts(transport: Exchange) -> HostGroups:
     exchange = StagedExchange(transport)
     with ExitStack() as sockets:
         search = _HostDiscovery(transport.rank, sockets)
-        try:
-            listeners = exchange.stage(search.open_listener, (str, str))
-            found = exchange.stage(
-                lambda: search.connect_to_leader(listeners),
-                (int, str),
-                lambda found: 0 <= found[0] < transport.world_size,
-            )
-            leaders = [None if answer is None else answer[0] for answer in found]
-            host = _hosts(leaders, exchange.problems)[transport.rank]
+        listeners = exchange.stage(search.open_listener, (str, str))
+        found = exchange.stage(
+            lambda: search.connect_to_leader(listeners),
+            (int, str),
+            lambda found: 0 <= found[0] < transport.world_size,
+        )
+        leaders = [None if answer is None else answer[0] for answer in found]
+        host = _hosts(leaders, exchange.problems)[transport.rank]
 
-            def stage(
-                do: Callable[[], Any],
-                schema: Schema = object,
-                is_valid: Callable[[Any], bool] = lambda _: True,
-            ) -> list[Any]:
-                """Run a stage, in which only ranks that may still share a host do something."""
-                idle = len(host) == 1 or exchange.stopped(host)
-                return exchange.stage(lambda: None if idle else do(), schema, is_valid)
+        def stage(
+            do: Callable[[], Any],
+            schema: Schema = object,
+            is_valid: Callable[[Any], bool] = lambda _: True,
+        ) -> list[Any]:
+            """Run a stage, in which only ranks that may still share a host do something."""
+            idle = len(host) == 1 or exchange.stopped(host)
+            return exchange.stage(lambda: None if idle else do(), schema, is_valid)
 
-            arenas = stage(lambda: search.send(host), (int, int), _is_arena_offset)
-            for number in range(_rounds(_hosts(leaders, {}))):
-                stage(partial(search.distribute_fds, host, listeners, number))
-            stage(lambda: search.map_all(host, arenas))
-            stage(lambda: search.check(host, listeners))
-        except BaseException:
-            search.processes.close()
-            raise
+        arenas = stage(lambda: search.send(host), (int, int), _is_arena_offset)
+        for number in range(_rounds(_hosts(leaders, {}))):
+            stage(partial(search.distribute_fds, host, listeners, number))
+        stage(lambda: search.map_all(host, arenas))
+        stage(lambda: search.check(host, listeners))
     hosts = _hosts(leaders, exchange.problems)
     remarks = {rank: answer[1] for rank, answer in enumerate(found) if answer and answer[1]}
     problems = {**remarks, **exchange.problems}
-    groups = HostGroups(
-        tuple(dict.fromkeys(hosts)), problems, search.arena, search.views, search.processes
-    )
-    return groups if len(hosts[transport.rank]) > 1 else groups.close()
+    groups = HostGroups(tuple(dict.fromkeys(hosts)), problems, search.arena, search.views)
+    return groups if len(hosts[transport.rank]) > 1 else groups.without_memory()
 
 
 def _is_arena_offset(value: list[int]) -> bool:
@@ -212,7 +187,6 @@ class _HostDiscovery:
     def __init__(self, rank: int, sockets: ExitStack) -> None:
         self.arena: Arena | None = None
         self.views: dict[int, View] = {}
-        self.processes = Processes()
         self._rank = rank
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._sockets = sockets
@@ -224,8 +198,8 @@ class _HostDiscovery:
 
     def open_listener(self) -> list[str]:
         """Open a listener; return its name and this rank's secret."""
-        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
-            raise OSError("shared memory needs memfd_create and pidfd_open, which only Linux has")
+        if not hasattr(os, "memfd_create"):
+            raise OSError("shared memory needs memfd_create, which only Linux has")
         self._listener = FdListener()
         self._sockets.callback(self._listener.close)
         return [self._listener.name, self._secret.hex()]
@@ -256,13 +230,9 @@ class _HostDiscovery:
         if offset is None:
             raise OSError("no memory can be reserved for shared pages")
         self._secrets_offset = offset
-        process = os.pidfd_open(os.getpid())
-        try:
-            if self._leader is not None:
-                identity = json.dumps([self._rank, self._secret.hex()]).encode()
-                self._leader.send(identity, (self.arena.fd, process))
-        finally:
-            os.close(process)
+        if self._leader is not None:
+            identity = json.dumps([self._rank, self._secret.hex()]).encode()
+            self._leader.send(identity, (self.arena.fd,))
         return self.arena.span, self._secrets_offset
 
     def distribute_fds(
@@ -281,17 +251,11 @@ class _HostDiscovery:
         if number == 0:
             self._connections = self._accept({rank: listeners[rank][1] for rank in host[1:]})
         connections = self._connections[number * size : (number + 1) * size]
-        process = os.pidfd_open(os.getpid())
-        try:
-            sent = {self._rank: (self.arena.fd, process)}
-            sent |= {rank: (self._files[rank], self.processes[rank]) for rank in host[1:]}
-            for start in range(0, len(host), _RANKS_PER_MESSAGE):
-                ranks = host[start : start + _RANKS_PER_MESSAGE]
-                descriptors = [descriptor for rank in ranks for descriptor in sent[rank]]
-                for connection in connections:
-                    connection.send(json.dumps(ranks).encode(), descriptors)
-        finally:
-            os.close(process)
+        files = {self._rank: self.arena.fd, **self._files}
+        for start in range(0, len(host), MOST_DESCRIPTORS):
+            ranks = host[start : start + MOST_DESCRIPTORS]
+            for connection in connections:
+                connection.send(json.dumps(ranks).encode(), [files[rank] for rank in ranks])
 
     def map_all(self, host: tuple[int, ...], arenas: Sequence[tuple[int, int]]) -> None:
         self._receive_all(host)
@@ -305,7 +269,7 @@ class _HostDiscovery:
             message = self._leader.receive()
             try:
                 ranks = decode(message.note, [int])
-                if len(message.descriptors) != 2 * len(ranks) or not set(ranks) <= set(host):
+                if len(message.descriptors) != len(ranks) or not set(ranks) <= set(host):
                     raise ValueError(f"{message.note[:40]!r}")
             except ValueError as error:
                 message.close()
@@ -337,7 +301,7 @@ class _HostDiscovery:
                 message = connection.receive()
             except OSError:
                 continue
-            rank = identities.pop(message.note, None) if len(message.descriptors) == 2 else None
+            rank = identities.pop(message.note, None) if len(message.descriptors) == 1 else None
             if rank is None:
                 message.close()
             else:
@@ -350,13 +314,11 @@ class _HostDiscovery:
         return [connections[rank] for rank in secrets_of]
 
     def _keep(self, ranks: Sequence[int], descriptors: Sequence[int]) -> None:
-        """Take ownership of each rank's arena and pidfd; close those of this rank itself."""
-        for rank, file, process in zip(ranks, descriptors[::2], descriptors[1::2], strict=True):
+        """Take ownership of the descriptor of each rank's arena."""
+        for rank, file in zip(ranks, descriptors, strict=True):
             self._sockets.callback(os.close, file)
-            if rank == self._rank or rank in self._files:
-                os.close(process)
-            else:
-                self._files[rank], self.processes[rank] = file, process
+            if rank != self._rank:
+                self._files.setdefault(rank, file)
 
 
 def _hosts(
@@ -377,14 +339,14 @@ def _hosts(
 
 def _at_once(size: int) -> int:
     """Number of ranks of a host of this size that receive descriptors in one round."""
-    return max(1, _MAX_FDS_IN_FLIGHT // (2 * size))
+    return max(1, _MAX_FDS_IN_FLIGHT // size)
 
 
 def _rounds(hosts: Sequence[tuple[int, ...]]) -> int:
     """Number of rounds of `distribute_fds`, the same on all hosts.
 
     >>> _rounds([(0, 1), (2, 3, 4)]), _rounds([tuple(range(128))])
-    (1, 64)
+    (1, 32)
     """
     return max(-(-(len(host) - 1) // _at_once(len(host))) or 1 for host in hosts)
 

@@ -93,7 +93,6 @@ def _join(
         [host_groups.views.get(other) for other in ranks],
         ranks.index(rank),
         offset,
-        [host_groups.processes.get(other, -1) for other in ranks],
         timeout_s,
         max(len(host) for host in host_groups.hosts if rank in host),
     )

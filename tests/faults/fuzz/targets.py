@@ -287,7 +287,7 @@ def _memory(draw: Draw) -> None:
 
 def _group(draw: Draw, module: Any, arena: Any, control_block: Any) -> None:
     view = module.ShmView(arena.fd, arena.span)
-    arguments: list[Any] = [arena, [None, view], 0, control_block, [-1, -1], 0.01, 2]
+    arguments: list[Any] = [arena, [None, view], 0, control_block, 0.01, 2]
     if not draw.likely():
         arguments[draw.below(len(arguments))] = draw.anything() if draw.below(2) else draw.number()
     group = module.ShmBackend(*arguments)
