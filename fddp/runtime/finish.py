@@ -140,7 +140,7 @@ def send_word(step: Step, phase: Phase) -> None:
     if step.bound_hook is not None:
         reduce_sparse(step)
     if failure := step.sums.failure():
-        step.fail(failure)
+        step.fail(*failure)
     vector = torch.from_numpy(_own_word(step))
     if carrier < 0:
         word = vector.to(step.transport.control_device)
@@ -267,6 +267,10 @@ def _give_up(step: Step, report: ControlReport, unfit: FddpError | None) -> NoRe
     step.is_orderly = True
     if not report.agreed:
         raise desync_error(step.transport.rank, reports) from step.failure
+    failed = {rank: text for rank, text in enumerate(step.failures) if text}
     if step.failure is not None:
+        failed.pop(step.transport.rank, None)
+        if failed and step.failure.__cause__ is None:  # may be the cause, where a hook waited
+            step.failure.__cause__ = peer_error(step.number, failed)
         step.raise_failure()
-    raise peer_error(step.number, {rank: text for rank, text in enumerate(step.failures) if text})
+    raise peer_error(step.number, failed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from fddp.core.schedule.stages import count_stages, with_stages
 from fddp.errors import TreeMismatchError
 from fddp.hooks.hook import BucketSpec, Hook
+from fddp.runtime.hook_collectives import Issued
 from fddp.runtime.program import Program
 from fddp.runtime.results import Devices
 from fddp.tree.pytree import TreeDef, flatten
@@ -29,6 +30,8 @@ class BoundHook:
         specs: specification of each of these buckets.
         whole: True if these operations are over all ranks.
         stateful: True if any state has a tensor or number.
+        issued: by bucket, the collectives of the hook in earlier steps, by stage; None if they
+            differ, or belong to stages that it has not declared.
     """
 
     hook: Hook[Any]
@@ -37,6 +40,7 @@ class BoundHook:
     whole: bool
     stateful: bool
     _schemas: tuple[_StateSchema, ...]
+    issued: dict[int, Sequence[Sequence[Issued]] | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hook: Hook[Any], program: Program) -> BoundHook:

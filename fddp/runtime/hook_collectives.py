@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
 from fddp.core.protocol.differences import check_equal
@@ -14,11 +18,21 @@ from fddp.transport.base import Transport, Work
 _ALIKE = "a hook must pass tensors of the same size and dtype on every rank"
 
 
+class Issued(NamedTuple):
+    """A collective that a hook has started: the method of `Collectives`, and its tensor."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+
 class Collectives(AllReduce):
     """Issues a hook's collectives of one bucket, along some axes.
 
     Attributes:
         nbytes: bytes that this rank has passed to collectives.
+        issued: the collectives, by stage.
     """
 
     def __init__(
@@ -36,6 +50,7 @@ class Collectives(AllReduce):
             size, place = program.places[axis]
             self.rank, self.world_size = self.rank * size + place, self.world_size * size
         self.nbytes = 0
+        self.issued: list[list[Issued]] = [[]]
         self._transport = transport
         self._topology = program.schedule.topology
         self._axes = axes
@@ -47,7 +62,7 @@ class Collectives(AllReduce):
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
         self._check_equal("all_reduce", tensor)
         work = self._transport.all_reduce(tensor, axes=self._axes, record_time=self._record_time)
-        return self._started(work, tensor, tensor)
+        return self._started("__call__", work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
         self._check_equal("all_gather", tensor)
@@ -56,7 +71,7 @@ class Collectives(AllReduce):
         work = self._transport.all_gather_in_place(
             everyones.view(-1), axes=self._axes, record_time=self._record_time
         )
-        return self._started(work, tensor, everyones)
+        return self._started("all_gather", work, tensor, everyones)
 
     def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
         self._check_equal("all_to_all", tensor)
@@ -68,7 +83,28 @@ class Collectives(AllReduce):
         work = self._transport.all_to_all_in_place(
             tensor.view(-1), axes=self._axes, record_time=self._record_time
         )
-        return self._started(work, tensor, tensor)
+        return self._started("all_to_all", work, tensor, tensor)
+
+    def finish_with_zeros(self, expected: Sequence[Sequence[Issued]]) -> Future[Any]:
+        """Start the collectives that are left of the `expected` ones, stage by stage, on zeros."""
+
+        def start(operations: Sequence[Issued]) -> Future[Any]:
+            futures = [
+                getattr(self, each.kind)(
+                    torch.zeros(each.shape, dtype=each.dtype, device=each.device)
+                )
+                for each in operations
+            ]
+            return Future.started(
+                lambda: all(future.ready for future in futures),
+                lambda: [future.wait() for future in futures],
+            )
+
+        stage = len(self.issued) - 1
+        future = start(expected[stage][len(self.issued[stage]) :])
+        for operations in expected[stage + 1 :]:
+            future = future.then(lambda _, operations=operations: start(operations))  # type: ignore[misc]
+        return future
 
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over the ranks that take part, unless it is the same as at this
@@ -111,8 +147,9 @@ class Collectives(AllReduce):
         """Time at which the last collective finished, as `Work.done_s`."""
         return self._works[-1].done_s if self._works else None
 
-    def _started(self, work: Work, given: Tensor, result: Tensor) -> Future[Tensor]:
+    def _started(self, kind: str, work: Work, given: Tensor, result: Tensor) -> Future[Tensor]:
         self._works.append(work)
+        self.issued[-1].append(Issued(kind, given.dtype, tuple(given.shape), given.device))
         self.nbytes += given.nbytes
 
         def take() -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
+from fddp.errors import FddpError, error_text
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.hook_collectives import Collectives
+from fddp.runtime.hook_collectives import Collectives, Issued
 from fddp.runtime.hook_work import HookWork
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.step_context import StepContext
 from fddp.runtime.sums import Sums
+from fddp.telemetry.waits import note_wait
+from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.tree.pytree import flatten
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 0.01  # between two looks at the future of a raw hook
 
 
 class HookSums(Sums):
@@ -39,12 +45,15 @@ class HookSums(Sums):
         if self.is_raw:
             self.averages = self.applies_scale = False
         self._bound = bound
-        self._transport = context.transport
+        self._transport, self._step = context.transport, context.step
         self._record_time = context.with_stats
         self.spans: list[Interval] = []
         self._works: dict[int, HookWork] = {}  # by bucket
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
-        self._failure: Exception | None = None
+        self._failure: tuple[Exception, str] | None = None  # with its place
+        # True once a rank may lack a collective that a raw hook has started on others. Further ones
+        # would meet those of other buckets.
+        self._is_stopped = False
         self._is_late = False  # True once a failure can no longer be reported
         self._overflows = False  # True if weights exceed the range of the hook's sums
 
@@ -62,7 +71,7 @@ class HookSums(Sums):
         if work is None:
             work = self._works[op.bucket] = self._start(op, own, states, what)
         else:
-            work.advance()
+            self._guarded(work, work.advance)
         return work
 
     def _start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
@@ -74,16 +83,14 @@ class HookSums(Sums):
             self._transport, self._program, op.axes, op.bucket, what, record_time=self._record_time
         )
         state = states[op.bucket] if states else hook.init(spec)
-        start_s = perf_counter()
-        try:
-            with torch.no_grad():
-                future = hook.apply(state, Bucket(spec, own, reference), collectives)
-        except Exception as error:
-            future = self._failed(error, own)
         spans = self.spans if self._record_time else None
-        if spans is not None:
-            spans.append((start_s, perf_counter()))
-        return HookWork(future, collectives, op, own, what, spans)
+        work = HookWork(collectives, op, own, what, spans)
+        if self._is_stopped:
+            work.replace(_zeros(work))
+        else:
+            bucket = Bucket(spec, own, reference)
+            self._guarded(work, lambda: work.start(lambda: hook.apply(state, bucket, collectives)))
+        return work
 
     def reduce_sparse(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> Tensor:
         """Reduce a sparse bucket, once the dense ones are done; see `Hook.takes_sparse`.
@@ -133,8 +140,12 @@ class HookSums(Sums):
             return _raw_scale(self._transport.world_size if repairs else 1, weight)
         return super().scale_after_report(bucket, report, weight, repairs=repairs)
 
-    def failure(self) -> Exception | None:
-        """Return the hook's failure, for the control word. Later failures are raised at once."""
+    def failure(self) -> tuple[Exception, str] | None:
+        """Return the hook's failure and its place, for the control word. Waits for the results of
+        reductions without further stages. Later failures are raised at once."""
+        for work in self._works.values():
+            if not (work.settled or work.pending):
+                self._guarded(work, partial(self._resolve, work))
         self._is_late = True
         return self._failure
 
@@ -185,10 +196,8 @@ class HookSums(Sums):
         op, averages, ranks = work.op, self._scale.scaling == "average", work.collectives.world_size
         is_scattered = op.kind == "reduce_scatter"
         own = work.own.view(ranks, -1)[work.collectives.rank] if is_scattered else work.own
-        try:
-            result, state = work.take()
-        except Exception as error:
-            result, state = self._failed(error, own).wait()
+        self._guarded(work, partial(self._resolve, work))
+        result, state = work.take()
         if self._overflows:
             reduce = self._transport.reduce_scatter if is_scattered else self._transport.all_reduce
             reduce(work.own, axes=op.axes, average=averages).wait(work.what)
@@ -202,23 +211,77 @@ class HookSums(Sums):
         own.copy_(result.view(own.shape))
         if averages and not self.is_raw:
             own /= ranks
+        if self._failure is None:
+            issued = work.collectives.issued if work.is_declared else None
+            known = self._bound.issued.setdefault(op.bucket, issued)
+            self._bound.issued[op.bucket] = known if known == issued else None
         # An overflow would stay in the state; the result shows it on every rank that keeps it.
         checked = [own, *(flatten(state)[0] if is_scattered else ())]
         if not self._bound.stateful or all(map(_is_finite, checked)):
             self._new_states[op.bucket] = state
 
-    def _failed(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
-        """Return zeros as the result of a raw hook that raised, if the control word can still
-        report the failure.
+    def _resolve(self, work: HookWork) -> None:
+        if self.is_raw:
+            self._await_raw(work)
+        work.resolve()
 
-        A raw hook communicates by itself, and the collectives of the step are unaffected. The
-        collectives that other ranks expect from any other hook are unknown: its error ends the
-        step.
-        """
-        if not self.is_raw or self._is_late:
-            raise error
-        self._failure = self._failure or error
-        return Future.of((torch.zeros_like(own), ()))
+    def _await_raw(self, work: HookWork) -> None:
+        """Wait for the future of a raw hook. Once the hook has failed on another rank, which may
+        be missing in a collective of the hook's own group, take zeros in its place."""
+        start_s = now_s = perf_counter()
+        look_s = start_s + CHECK_INTERVAL_S
+        while not work.done:
+            if now_s > look_s:
+                look_s = now_s + CHECK_INTERVAL_S
+                if self._transport.status.read_step_failure(self._step) is not None:
+                    self._is_stopped = True
+                    work.replace(_zeros(work))
+            sleep(min(max((now_s - start_s) / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+            now_s = perf_counter()
+        note_wait(start_s, now_s)
+
+    def _guarded(self, work: HookWork, call: Callable[[], object]) -> None:
+        """Call a function of the hook. If it raises, let this rank take part in the other
+        collectives of the reduction with zeros, so that the control word reports the failure."""
+        try:
+            with torch.no_grad():
+                call()
+        except Exception as error:
+            expected = self._expected(work, error)
+            if expected is None or self._is_late:
+                raise
+            if self._failure is None:
+                where = f"{self._bound.hook.name} on {work.what}: "
+                if self.is_raw:  # others may wait in a collective of the hook's own group
+                    where = f"(a collective of the hook's own group may stay unmatched) {where}"
+                    self._transport.publish_step_failure(self._step, where + error_text(error))
+                self._failure = error, where
+            self._is_stopped = self._is_stopped or (self.is_raw and not work.is_started)
+            zeros = _zeros(work).wait()
+            work.replace(work.collectives.finish_with_zeros(expected).map(lambda _: zeros))
+
+    def _expected(self, work: HookWork, error: Exception) -> Sequence[Sequence[Issued]] | None:
+        """Return the collectives that other ranks expect from the hook on this rank, which has
+        raised; none on the step's transport if it is raw. Return None if they are not known, or the
+        transport has failed."""
+        if self.is_raw:
+            return [[]]
+        expected, issued = self._bound.issued.get(work.op.bucket), work.collectives.issued
+        is_hooks = isinstance(error, HookError) or not isinstance(error, FddpError)
+        if not is_hooks or self._transport.closed_by or expected is None:
+            return None
+        stage = len(issued) - 1
+        begun = [
+            *expected[:stage],
+            *[ops[: len(issued[-1])] for ops in expected[stage : stage + 1]],
+        ]
+        return expected if begun == issued else None
+
+
+def _zeros(work: HookWork) -> Future[tuple[Tensor, Any]]:
+    """Result of a reduction that contributes nothing."""
+    parts = work.collectives.world_size if work.op.kind == "reduce_scatter" else 1
+    return Future.of((work.own.new_zeros(len(work.own) // parts), ()))
 
 
 def _raw_scale(divisor: int, weight: float) -> WeightScale:

@@ -26,24 +26,30 @@ class HookWork:
         own: memory of the reduction, shape `(n,)`.
         what: description of the bucket, for errors.
         settled: True once the result was taken.
+        is_started: True once the first stage was started.
+        is_declared: True unless the hook had stages that it has not declared.
     """
 
     def __init__(
         self,
-        future: Future[Any],
         collectives: Collectives,
         op: Op,
         own: Tensor,
         what: str,
         spans: list[Interval] | None = None,
     ) -> None:
-        self.settled = False
+        self.settled, self.is_started, self.is_declared = False, False, True
         self._spans = spans
-        self._future = future
+        self._future: Future[Any] = Future.of(None)
         self.op = op
         self.own = own
         self.what = what
         self.collectives = collectives
+
+    def start(self, apply: Callable[[], Future[Any]]) -> None:
+        """Start the first stage."""
+        self._future = self._timed(apply)
+        self.is_started = True
 
     @property
     def ready(self) -> bool:
@@ -61,16 +67,33 @@ class HookWork:
             with torch.no_grad():
                 self._timed(self._future.wait_ready)
 
+    @property
+    def pending(self) -> bool:
+        """True if a stage has not been started."""
+        return self._future.pending
+
     def advance(self) -> None:
         """Start the next stage, if there is one."""
         if self._future.pending:
+            self.collectives.issued.append([])
             with torch.no_grad():
                 self._timed(self._future.advance)
+
+    def resolve(self) -> None:
+        """Wait for the result, and keep it for `take`."""
+        self.is_declared = not self._future.pending
+        with torch.no_grad():
+            self._future = Future.of(self._timed(self._future.wait))
+
+    def replace(self, future: Future[Any]) -> None:
+        """Go on with another future, after the hook has raised."""
+        self._future = future
 
     def take(self) -> Any:
         """Return the result, and release it; to be called once. Starts the stages that the hook has
         not declared."""
         self.settled = True
+        self.is_declared = self.is_declared and not self._future.pending
         future, self._future = self._future, Future.of(None)
         return self._timed(future.wait)
 

@@ -235,13 +235,14 @@ class Step:
             self.pool.clear()
             return self.pool.acquire(*spec)
 
-    def fail(self, error: BaseException) -> None:
-        """Fail the step on this rank; see [Note: a rank that fails]."""
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Fail the step on this rank; see [Note: a rank that fails]. `where` precedes the text of
+        the error on other ranks."""
         if self.failure is not None:
             return
         self.failure, self.source = error, NOTHING
         self.executor.pack_in_python()
-        self.failure_text = error_text(error)
+        self.failure_text = where + error_text(error)
         if isinstance(error, FddpError):
             rank = self.transport.rank
             error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])

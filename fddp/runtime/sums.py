@@ -59,7 +59,7 @@ class Sums:
         scale = self.scale_after_report(bucket, report, weight, repairs=False)
         return scale.after(report.total_weight)
 
-    def failure(self) -> Exception | None:
+    def failure(self) -> tuple[Exception, str] | None:
         """Return an error of this rank's reductions, for the control word."""
         return None
 
