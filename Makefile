@@ -107,7 +107,7 @@ sanitize:
 	$(SANITIZED)/processes processes 4 100000 2
 	$(SANITIZED)/processes kill 3 30 1
 
-# Some five minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
+# Some seven minutes: 270 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
 # others); then a run under torchrun that loses a rank ten times, and one that loses a rank six times
 # and goes on with another number of ranks.
 chaos: $(INSTALLED)

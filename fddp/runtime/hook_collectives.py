@@ -106,6 +106,11 @@ class Collectives(AllReduce):
             future = future.then(lambda _, operations=operations: start(operations))  # type: ignore[misc]
         return future
 
+    def release(self) -> None:
+        """Forget the collectives. The error of one leads to the step, which the garbage collector
+        can't free while the executor leads back."""
+        self._works.clear()
+
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over the ranks that take part, unless it is the same as at this
         position of an earlier step: backends abort the process if sizes differ. If so, DesyncError

@@ -17,6 +17,7 @@ from fddp.core.timeline import Interval
 from fddp.errors import FddpError, error_text
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
+from fddp.runtime.failures import locate
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_collectives import Collectives, Issued
 from fddp.runtime.hook_work import HookWork
@@ -145,7 +146,12 @@ class HookSums(Sums):
         reductions without further stages. Later failures are raised at once."""
         for work in self._works.values():
             if not (work.settled or work.pending):
-                self._guarded(work, partial(self._resolve, work))
+                try:
+                    self._guarded(work, partial(self._resolve, work))
+                except BaseException as error:
+                    locate(error, self._program, work.op, self._step)
+                    work.collectives.release()
+                    raise
         self._is_late = True
         return self._failure
 
@@ -233,7 +239,7 @@ class HookSums(Sums):
         while not work.done:
             if now_s > look_s:
                 look_s = now_s + CHECK_INTERVAL_S
-                if self._transport.status.read_step_failure(self._step) is not None:
+                if self._transport.step_failure(self._step) is not None:
                     self._is_stopped = True
                     work.replace(_zeros(work))
             sleep(min(max((now_s - start_s) / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))

@@ -81,9 +81,7 @@ class HookWork:
 
     def resolve(self) -> None:
         """Wait for the result, and keep it for `take`."""
-        self.is_declared = not self._future.pending
-        with torch.no_grad():
-            self._future = Future.of(self._timed(self._future.wait))
+        self._future = Future.of(self._wait())
 
     def replace(self, future: Future[Any]) -> None:
         """Go on with another future, after the hook has raised."""
@@ -93,7 +91,11 @@ class HookWork:
         """Return the result, and release it; to be called once. Starts the stages that the hook has
         not declared."""
         self.settled = True
+        return self._wait()
+
+    def _wait(self) -> Any:
         self.is_declared = self.is_declared and not self._future.pending
+        # Released first: an error keeps what its traceback leads to.
         future, self._future = self._future, Future.of(None)
         return self._timed(future.wait)
 

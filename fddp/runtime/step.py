@@ -10,7 +10,7 @@ A failure that only one rank can see (an exception in its loss function, a bad w
 tree) must not leave the others waiting. The step notes the failure, contributes zeros from then
 on, finishes the collectives, which are the same on all ranks in any case, and reports the failure
 in the control word. Then all ranks exchange their failures and raise. No collective is left
-half-done, so the group stays usable. If a hook fails, its rank goes on with zeros in the collectives
+half-done, so the group stays usable. If a hook fails, its rank goes on with zeros in the operations
 that the hook issued in the step before. Only two kinds of errors end a step at once: those of the
 transport, and those of a hook after the control word, or whose collectives are not known.
 """

@@ -126,6 +126,10 @@ class Endpoint(ABC):
         Ranks that wait on another transport within this step then raise.
         """
 
+    def step_failure(self, step: int) -> str | None:
+        """Return the failure of `step` that another rank has published, or None."""
+        return self.status.read_step_failure(step)
+
     def note_interrupted_step(self) -> None:
         """Record that a step ended on this rank before all of its collectives had finished. Ranks
         could not exchange `abandoned` in it; see `close_abandoned_in_interrupted_step`."""

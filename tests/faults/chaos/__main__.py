@@ -14,7 +14,7 @@ from tests.faults.chaos.verdict import counts, problems, promise
 def main() -> int:
     """Runs what the command line asks for; 1 if a promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=210, help="how many (%(default)s)")
+    parser.add_argument("--faults", type=int, default=270, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="of the generator (%(default)s)")
     parser.add_argument("--jobs", type=int, default=4, help="runs side by side (%(default)s)")
     parser.add_argument("--only", action="append", help="a fault as it was printed")

@@ -28,6 +28,10 @@ IN_A_STEP = ALL_STAGES[1:]
 #: where each kind of fault can strike
 STAGES: dict[str, tuple[str, ...]] = {
     "kill": ALL_STAGES,
+    "exec": ALL_STAGES,
+    "exit": ("construction", "update"),
+    "error at start": ("start",),
+    "few descriptors": IN_A_STEP,
     "long stop": ALL_STAGES,
     "short stop": ALL_STAGES,
     "error in loss": ("forward",),

@@ -20,7 +20,7 @@ import fddp
 from tests.faults.chaos import training
 from tests.faults.chaos.faults import STEPS
 from tests.faults.chaos.striking import Striker
-from tests.faults.chaos.verdict import BUILDS_ANEW, REPORTED, Error, exitcode, promise
+from tests.faults.chaos.verdict import REPORTED, Error, builds_anew, exitcode, promise
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.process_resources import open_files
 
@@ -88,11 +88,14 @@ class Program:
             timeout=timedelta(seconds=60),
         )
         training.groups(self)
-        self._warm_up()
+        self.striker.at("start", self.fault.step)
+        if self.fault.kind != "error at start":  # which comes before the first call
+            self._warm_up()
         before = held()
         self.striker.files = open_files()
         with self.striker.watching():
             self._train()
+        self.striker.relax()
         left = settled(before, self.fault.timeout_s + _SETTLING_S) if self._is_tidy else []
         self.log(left=left, digest=self.digest())
         if self._is_tidy:
@@ -129,7 +132,7 @@ class Program:
                 if isinstance(error, SystemExit):
                     raise
                 self._take_note(error, way)
-                if self.fault.kind in BUILDS_ANEW:
+                if builds_anew(self.fault):
                     assert way is not None
                     way.close()
                     way = self.striker.engine = None

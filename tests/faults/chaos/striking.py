@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tests.faults.chaos.faults import Fault
 
 _IN_THE_INTERPRETER = ("first bucket", "between buckets", "control word", "unpack")
+_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -83,6 +85,19 @@ class Striker:
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _exec(self) -> None:
+        os.execv("/bin/sleep", ["sleep", "12"])  # longer than others may take
+
+    def _exit(self) -> None:
+        sys.exit(3)
+
+    def _few_descriptors(self) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, _DESCRIPTORS[1]))
+
+    def relax(self) -> None:
+        """Lifts the limit of descriptors."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
+
     def _long_stop(self) -> None:
         os.write(self._ask_fd, f"{os.getpid()} {self._fault.duration_s}\n".encode())
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -92,7 +107,7 @@ class Striker:
     def _error_in_loss(self) -> None:
         raise BoomError("the program's own mistake")
 
-    _error_in_hook = _error_in_data = _error_in_loss
+    _error_in_hook = _error_in_data = _error_at_start = _error_in_loss
 
     def _interrupt(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)

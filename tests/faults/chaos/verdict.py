@@ -68,7 +68,8 @@ class Run:
 def promise(fault: Fault) -> str:
     """Return the promise that holds under a fault."""
     kept = _promise(fault)
-    if fault.way == "module" and kept == REPORTED and fault.kind != "no bucket memory":
+    in_backward = fault.kind in ("no bucket memory", "error in hook")
+    if fault.way == "module" and kept == REPORTED and not in_backward:
         return LOST  # outside of backward nothing of a wrapped module runs; the program ends
     return kept
 
@@ -80,11 +81,13 @@ def _promise(fault: Fault) -> str:
     if fault.kind == "closed socket":
         # Shared memory has no connection that a step would use.
         return CUT if fault.transport == "c10d" else CONTINUES
+    if fault.kind == "error in hook":
+        # The plan is rebuilt after the first step. The first step of a plan knows no collectives.
+        return REPORTED if fault.step > 1 else LOST
     return {
-        "kill": LOST,
+        **dict.fromkeys(ENDS, LOST),
         "long stop": LATE,
         "error in loss": REPORTED,
-        "error in hook": LOST,
         "error in data": REPORTED,
         "address space": REPORTED,
         "no bucket memory": REPORTED,
@@ -93,7 +96,9 @@ def _promise(fault: Fault) -> str:
 
 
 #: with these all ranks are alive, at one step, and continue with a new GradSync on the same group
-BUILDS_ANEW = ("error in hook", "no bucket memory at all")
+_BUILD_ANEW = ("error in hook", "no bucket memory at all")
+#: exit codes of the rank that a fault ends; None for the usual one
+ENDS = {"kill": -9, "exec": 0, "exit": None, "error at start": None}
 #: what a rank itself ends with
 OWN = {
     "error in loss": "BoomError",
@@ -105,6 +110,10 @@ OWN = {
     "no bucket memory": "RuntimeError",
     "no bucket memory at all": "RuntimeError",
 }
+
+
+def builds_anew(fault: Fault) -> bool:
+    return fault.kind in _BUILD_ANEW and promise(fault) == LOST
 
 
 def exitcode(rank: int) -> int:
@@ -121,9 +130,10 @@ def problems(fault: Fault, run: Run, undisturbed: str) -> list[str]:
     if run.ranks[fault.rank].fault_s is None and fault.kind != "none":
         return [*found, "the fault never struck", run.ranks[fault.rank].crash]
     for rank, seen in enumerate(run.ranks):
-        dies = rank == fault.rank and fault.kind == "kill"
-        if dies:
-            found += [] if seen.exitcode == -9 else [f"rank {rank} outlived its end"]
+        if rank == fault.rank and fault.kind in ENDS:
+            expected = ENDS[fault.kind]
+            right = exitcode(rank) if expected is None else expected
+            found += [] if seen.exitcode == right else [f"rank {rank} outlived its end"]
             continue
         says = _ending(rank, seen)
         if not seen.crash:
@@ -154,9 +164,9 @@ def _of_rank(
         for error in seen.errors
         if error.before != error.after
     ]
-    continues = kept in (CONTINUES, REPORTED) or fault.kind in BUILDS_ANEW
+    continues = kept in (CONTINUES, REPORTED) or builds_anew(fault)
     # A new plan, or a hook, may sum in another order.
-    expected = run.ranks[0].digest if fault.kind in BUILDS_ANEW else undisturbed
+    expected = run.ranks[0].digest if fault.kind in _BUILD_ANEW else undisturbed
     if continues and seen.digest != expected:
         found.append("its result is not that of an undisturbed run")
     if kept == CONTINUES:
@@ -186,7 +196,7 @@ def _others(fault: Fault, kept: str, error: Error) -> list[str]:
         named = f"rank {fault.rank} failed at step {error.at_step}" in error.text
         right = error.kinds[0] == "PeerError" and named
         return [] if right else [f"no PeerError that names it: {error.kinds[0]}: {error.text}"]
-    if error.at_step < 0 and fault.kind != "kill":  # what lives and is not there yet may come
+    if error.at_step < 0 and fault.kind not in ENDS:  # what lives and is not there yet may come
         kinds: Sequence[str] = ("RankLostError", "SyncTimeoutError")
     else:
         kinds = ("SyncTimeoutError",) if kept == LATE else ("RankLostError",)
