@@ -40,7 +40,7 @@ def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]
     finally:
         switch.in_step = False
         if steps.is_open:
-            steps.engine.transport.leave_step()
+            steps.engine.transport.enter_step(None)
 
 
 def _is_expected(steps: Steps, forward: ForwardPasses, step: int) -> bool:

@@ -115,7 +115,7 @@ class StepRunner:
             step.allow_idle_ranks = self.usage.joining
             if step.bound_hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
-                engine.transport.leave_step()
+                engine.transport.enter_step(None)
             if self.has_changed and not again:
                 step.fail(ParametersChangedError())
                 return
@@ -235,7 +235,7 @@ class StepRunner:
 
     def _close(self, step: Step) -> Outcome:
         self.skipped = self.has_failed = False
-        self.engine.transport.leave_step()
+        self.engine.transport.enter_step(None)
         try:
             outcome = self.engine.finish(step)
         except BaseException:

@@ -181,7 +181,7 @@ class ValueAndGrad:
         engine = self._engine
         if step.bound_hook is not None:
             # Hooks may call operators, also on ranks that have failed.
-            step.transport.leave_step()
+            step.transport.enter_step(None)
         view = leaves.inspect(loss)
         if step.contributions.backward is contributions:
             step.arm(leaves, view, engine.arrivals)

@@ -111,13 +111,9 @@ class Endpoint(ABC):
         steps do not interrupt waits."""
         return _StepScope(self.status, step)
 
-    def enter_step(self, step: int) -> None:
-        """Make this rank's waits raise once another rank fails `step`."""
+    def enter_step(self, step: int | None) -> None:
+        """Make this rank's waits raise once another rank fails `step`; None: undo it."""
         self.status.in_step = step
-
-    def leave_step(self) -> None:
-        """Undo `enter_step`."""
-        self.status.in_step = None
 
     @abstractmethod
     def publish_step_failure(self, step: int, text: str) -> None:
