@@ -74,6 +74,24 @@ class BoundHook:
         """State of each bucket before the first step; () if the hook is stateless."""
         return _init(self.hook, program, self.specs) if self.stateful else ()
 
+    def learn(self, bucket: int, issued: Sequence[Sequence[Issued]] | None) -> None:
+        """Note the collectives of a step for `expected`; None if they can't be repeated."""
+        known = self.issued.setdefault(bucket, issued)
+        self.issued[bucket] = known if known == issued else None
+
+    def expected(
+        self, bucket: int, issued: Sequence[Sequence[Issued]]
+    ) -> Sequence[Sequence[Issued]] | None:
+        """Return the collectives, by stage, that other ranks expect from this one, whose hook has
+        raised after those `issued`; None if they are not known. A raw hook has none of the
+        step's."""
+        known = [[]] if self.hook.raw else self.issued.get(bucket)
+        if known is None:
+            return None
+        stage = len(issued) - 1
+        begun = [*known[:stage], *[ops[: len(issued[-1])] for ops in known[stage : stage + 1]]]
+        return known if begun == [*issued] else None
+
     def checked(self, states: Any) -> tuple[Any, ...]:
         """Return the caller's states.
 

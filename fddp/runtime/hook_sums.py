@@ -19,7 +19,7 @@ from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
 from fddp.runtime.failures import locate
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.hook_collectives import Collectives, Issued
+from fddp.runtime.hook_collectives import Collectives
 from fddp.runtime.hook_work import HookWork
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.step_context import StepContext
@@ -104,16 +104,18 @@ class HookSums(Sums):
         for work in self._works.values():
             self.finish(work)
         work = self._start(op, own, states, what)
-        try:
-            with torch.no_grad():
-                result, state = work.take()
+
+        def resolve() -> None:
+            result, _ = self._resolve(work)
             if not (isinstance(result, Tensor) and result.is_sparse and result.shape == own.shape):
                 raise HookError(
                     f"{what}: a hook must return a sparse tensor of shape {tuple(own.shape)} for a "
                     f"sparse bucket, got a {type(result).__name__}"
                 )
-        except Exception as error:
-            result, state = self._failed(error, own).wait()
+
+        self._guarded(work, resolve)
+        result: Tensor
+        result, state = work.take()
         self._new_states[op.bucket] = state
         return result.coalesce()
 
@@ -218,18 +220,16 @@ class HookSums(Sums):
         if averages and not self.is_raw:
             own /= ranks
         if self._failure is None:
-            issued = work.collectives.issued if work.is_declared else None
-            known = self._bound.issued.setdefault(op.bucket, issued)
-            self._bound.issued[op.bucket] = known if known == issued else None
+            self._bound.learn(op.bucket, work.collectives.issued if work.is_declared else None)
         # An overflow would stay in the state; the result shows it on every rank that keeps it.
         checked = [own, *(flatten(state)[0] if is_scattered else ())]
         if not self._bound.stateful or all(map(_is_finite, checked)):
             self._new_states[op.bucket] = state
 
-    def _resolve(self, work: HookWork) -> None:
-        if self.is_raw:
+    def _resolve(self, work: HookWork) -> Any:
+        if self.is_raw and not self._is_late:
             self._await_raw(work)
-        work.resolve()
+        return work.resolve()
 
     def _await_raw(self, work: HookWork) -> None:
         """Wait for the future of a raw hook. Once the hook has failed on another rank, which may
@@ -253,8 +253,11 @@ class HookSums(Sums):
             with torch.no_grad():
                 call()
         except Exception as error:
-            expected = self._expected(work, error)
-            if expected is None or self._is_late:
+            is_hooks = isinstance(error, HookError) or not isinstance(error, FddpError)
+            expected = self._bound.expected(work.op.bucket, work.collectives.issued)
+            if expected is None or self._is_late or not (self.is_raw or is_hooks):
+                raise
+            if self._transport.closed_by:
                 raise
             if self._failure is None:
                 where = f"{self._bound.hook.name} on {work.what}: "
@@ -266,28 +269,13 @@ class HookSums(Sums):
             zeros = _zeros(work).wait()
             work.replace(work.collectives.finish_with_zeros(expected).map(lambda _: zeros))
 
-    def _expected(self, work: HookWork, error: Exception) -> Sequence[Sequence[Issued]] | None:
-        """Return the collectives that other ranks expect from the hook on this rank, which has
-        raised; none on the step's transport if it is raw. Return None if they are not known, or the
-        transport has failed."""
-        if self.is_raw:
-            return [[]]
-        expected, issued = self._bound.issued.get(work.op.bucket), work.collectives.issued
-        is_hooks = isinstance(error, HookError) or not isinstance(error, FddpError)
-        if not is_hooks or self._transport.closed_by or expected is None:
-            return None
-        stage = len(issued) - 1
-        begun = [
-            *expected[:stage],
-            *[ops[: len(issued[-1])] for ops in expected[stage : stage + 1]],
-        ]
-        return expected if begun == issued else None
-
 
 def _zeros(work: HookWork) -> Future[tuple[Tensor, Any]]:
     """Result of a reduction that contributes nothing."""
-    parts = work.collectives.world_size if work.op.kind == "reduce_scatter" else 1
-    return Future.of((work.own.new_zeros(len(work.own) // parts), ()))
+    own = work.own
+    if work.op.kind == "reduce_scatter":
+        own = own[: len(own) // work.collectives.world_size]
+    return Future.of((torch.zeros_like(own), ()))
 
 
 def _raw_scale(divisor: int, weight: float) -> WeightScale:

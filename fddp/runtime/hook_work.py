@@ -79,9 +79,11 @@ class HookWork:
             with torch.no_grad():
                 self._timed(self._future.advance)
 
-    def resolve(self) -> None:
-        """Wait for the result, and keep it for `take`."""
-        self._future = Future.of(self._wait())
+    def resolve(self) -> Any:
+        """Wait for the result and return it; `take` returns it again."""
+        value = self._wait()
+        self._future = Future.of(value)
+        return value
 
     def replace(self, future: Future[Any]) -> None:
         """Go on with another future, after the hook has raised."""
