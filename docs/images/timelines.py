@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fddp
-from fddp.core.timeline import BucketTimes, StepTimes
+from fddp.core.timeline import BucketTimes, StepTimes, Timeline
 from fddp.viz import plot_timeline
 
 CAP_MB = 4.0
@@ -116,16 +116,15 @@ def record(path: Path, steps: int, width: int) -> None:
     dist.destroy_process_group()
 
 
-def draw(recorded: dict[str, StepTimes], out: Path) -> None:
+def draw(steps: dict[str, Timeline], out: Path) -> None:
     """Draw the steps below each other, on one scale."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 1.6 * len(recorded)), layout="constrained")
-    axes = figure.subplots(len(recorded), 1, sharex=True)
+    figure = Figure(figsize=(8.0, 1.6 * len(steps)), layout="constrained")
+    axes = figure.subplots(len(steps), 1, sharex=True)
     longest_ms = 0.0
-    for ax, (name, times) in zip(axes, recorded.items(), strict=True):
-        timeline = times.to_timeline()
+    for ax, (name, timeline) in zip(axes, steps.items(), strict=True):
         plot_timeline(timeline, ax)
         ax.set_title("")
         ax.set_title(
@@ -164,7 +163,8 @@ def main() -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         options = ["--steps", str(args.steps), "--width", str(args.width), "--record"]
         subprocess.run([sys.executable, *launcher, __file__, str(path), *options], check=True)
-        draw(pickle.loads(path.read_bytes()), args.out)
+        recorded: dict[str, StepTimes] = pickle.loads(path.read_bytes())
+        draw({name: times.to_timeline() for name, times in recorded.items()}, args.out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ GUIDE = tuple(
     for name in (
         "index",
         "start",
+        "ladder",
         "choosing",
         "recipes",
         "steps",
