@@ -27,7 +27,7 @@ quick: $(INSTALLED)
 	EXAMPLES=0.25 $(RUN) -m pytest -n 2 --dist worksteal -m quick
 
 # What `make test` has a sample of, and ten times as many examples of each property; then all that has
-# a target of its own. Some three hours.
+# a target of its own.
 nightly: $(INSTALLED)
 	EXAMPLES=10 $(RUN) -m pytest -n 2 --dist worksteal --timeout 1800 -m "nightly or hypothesis"
 	$(MAKE) torch-tests chaos disagree sanitize fuzz integrations matrix mutants
@@ -41,10 +41,11 @@ lint: $(INSTALLED)
 	$(BIN)/vermin --target=3.10- --quiet --no-tips --violations $(CODE)
 	$(BIN)/mypy
 
-# The documentation site, into build/docs: some twenty seconds. A warning is an error, and so is a link
+# The documentation site, into build/docs. A warning is an error, and so is a link
 # to a page, heading or file that does not exist.
 docs: $(INSTALLED)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 -c docs . build/docs
+	@echo "docs: open build/docs/docs/index.html"
 
 # Empty where Open MPI cannot start Python with mpi4py.
 MPIEXEC = PATH="$(BIN):$$PATH" mpiexec --bind-to none
@@ -52,7 +53,7 @@ MPI = $(shell $(MPIEXEC) -n 1 $(BIN)/python -c 'import mpi4py.MPI, os; os.enviro
   2>/dev/null >&2 && echo yes)
 RUN_BESIDE_MPI = $(if $(MPI),OMP_NUM_THREADS=1 $(MPIEXEC) -n 2 $(BIN)/python,$(RUN))
 
-# Some ten minutes; a table of all figures that have a bound comes last.
+# A table of all figures that have a bound comes last.
 bench: $(INSTALLED)
 	mkdir -p $(BENCH)
 	rm -f $(BENCH)/*.json
@@ -78,7 +79,7 @@ bench: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
 
-# Frameworks in a venv of their own over the installed torch: some ten minutes.
+# Frameworks in a venv of their own over the installed torch.
 FRAMEWORKS := accelerate lightning pytorch-ignite transformers
 INTEGRATIONS := build/integrations
 PACKAGES_OF = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -89,7 +90,7 @@ integrations: $(INSTALLED)
 	  OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations; \
 	else echo "integrations: skipped, because pip could not install $(FRAMEWORKS)"; fi
 
-# The shared-memory core alone, without torch: some five minutes. What a sanitizer finds is an error.
+# The shared-memory core alone, without torch. What a sanitizer finds is an error.
 SANITIZED := build/sanitize
 STRESS := tests/native/shm_stress.cpp $(wildcard fddp/csrc/shm/*.cpp)
 MESSAGES := tests/native/shm_messages.cpp $(wildcard fddp/csrc/shm/*.cpp)
@@ -107,7 +108,7 @@ sanitize:
 	$(SANITIZED)/processes processes 4 100000 2
 	$(SANITIZED)/processes kill 3 30 1
 
-# Some seven minutes: 270 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
+# 270 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
 # others); then a run under torchrun that loses a rank ten times, and one that loses a rank six times
 # and goes on with another number of ranks.
 chaos: $(INSTALLED)
@@ -115,33 +116,33 @@ chaos: $(INSTALLED)
 	$(RUN) -m examples.elastic --kills 10
 	$(RUN) -m examples.any_ranks
 
-# 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
+# 1,000 generated disagreements on threads, 100 each over gloo and shared memory.
 disagree: $(INSTALLED)
 	DISAGREEMENTS=1000 $(RUN) -m pytest --timeout 900 tests/faults/test_disagreement.py
 
-# All of torch's own tests of process groups, over the backend "fddp": some ten minutes. `make test`
+# All of torch's own tests of process groups, over the backend "fddp". `make test`
 # runs a sample of them.
 torch-tests: $(INSTALLED)
 	TORCH_TESTS=all $(RUN) -m pytest -m "" tests/transport/backend/test_torch_suite.py tests/repo/test_torch_suite.py
 
 # SHA-256 of parameters after steps of the demo, of the examples and of 210 random trees, with the
-# collectives issued and the JSON of plans and schedules: two minutes. To compare this checkout with
+# collectives issued and the JSON of plans and schedules. To compare this checkout with
 # another that has a .venv, record both: ARGS="record old.json --tree FOLDER", ARGS="compare old.json new.json".
 bits: $(INSTALLED)
 	mkdir -p build
 	$(RUN) -m tests.bits $(or $(ARGS),record build/bits.json)
 
-# Changes the product in some 170 ways, one after the other, and runs the tests that should fail then:
-# about an hour. ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
+# Changes the product in some 170 ways, one after the other, and runs the tests that should fail then.
+# ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
 mutants: $(INSTALLED)
 	$(RUN) -m tests.mutants $(ARGS)
 
-# Half an hour of mixed steps; ends with status 1 where anything grew.
+# Mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)
 	$(RUN) -m tests.faults.soak --minutes 30 --steps 20000
 
-# The shared-memory core, then the functions of fddp._C, both under AddressSanitizer: some twenty
-# minutes, and ten to build. `fuzz-atheris` has libFuzzer choose the inputs of fddp._C, by atheris.
+# The shared-memory core, then the functions of fddp._C, both under AddressSanitizer.
+# `fuzz-atheris` has libFuzzer choose the inputs of fddp._C, by atheris.
 # Allocations too large for the machine are to fail, as elsewhere.
 FUZZED := build/fuzz
 FUZZ_SECONDS ?= 600
@@ -167,7 +168,7 @@ fuzzed-extension: $(INSTALLED)
 	$(BIN)/cmake --build $(FUZZED)/extension
 
 # Pairs of Python and torch, each in an environment of its own under build/matrix: pip install, README,
-# DDP beside torch's, and quick tests. Some gigabytes to download and five minutes for each. Pythons come from PATH, pyenv
+# DDP beside torch's, and quick tests. Some gigabytes to download. Pythons come from PATH, pyenv
 # and uv. No pair may fail; pairs whose Python is missing are named.
 MATRIX ?= 3.10:2.11.0 3.13:2.15.0
 matrix:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +90,7 @@ def _requires(of_backend: Callable[[Settings], list[str]], settings: Settings) -
 
 def _for_cmake(settings: Settings) -> Settings:
     """Settings with the folders that an isolated build hides from its interpreter."""
+    _check_compiler()
     path = os.pathsep.join(_path_outside())
     return {**(_others(settings) or {}), "cmake.define.FDDP_PYTHON_PATH": path}
 
@@ -109,6 +112,16 @@ def _check_torch() -> None:
         raise SystemExit(
             f"torch {version} is installed, and fddp needs {lowest} or later: run "
             f"`pip install --upgrade 'torch>={lowest}'` before `pip install .`"
+        )
+
+
+def _check_compiler() -> None:
+    """Refuse a compiler that does not exist in one line, before CMake does in twenty."""
+    compiler = shlex.split(os.environ.get("CXX", ""))[:1]
+    if compiler and shutil.which(compiler[0]) is None:
+        raise SystemExit(
+            f"CXX names {compiler[0]!r}, which is not found: set CXX to a C++20 compiler (GCC 10, "
+            "Clang 12 or later), or unset it"
         )
 
 

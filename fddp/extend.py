@@ -23,7 +23,7 @@ These names are public, and may change between minor versions.
     StepTimes, BucketTimes, Interval, waits_since, Timeline, Span, COMPUTE
                                 times of a step, and waits of this thread
     Flight, find_divergences    dumps of flight recorders, compared
-    counted, size_text, unit_of, MIB, rank_names, plain_table, html_table
+    counted, leaf_text, suggestion, size_text, unit_of, MIB, rank_names, plain_table, html_table
                                 texts of reports
 """
 
@@ -44,7 +44,7 @@ from fddp.core.sim.cost import LinkAlgorithm, preset_or_model
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes, ready_seconds
 from fddp.core.tables import html_table, plain_table
-from fddp.core.text import counted, size_text, unit_of
+from fddp.core.text import counted, leaf_text, size_text, suggestion, unit_of
 from fddp.core.timeline import COMPUTE, BucketTimes, Interval, Span, StepTimes, Timeline
 from fddp.sync.step_handle import StepHandle
 from fddp.telemetry.call_site import Site, call_site
@@ -62,12 +62,12 @@ from fddp.tree.pytree import flatten as tree_flatten
 
 __all__ = [
     "COMPUTE", "MIB", "SUMMABLE_DTYPES", "Algorithm", "BucketTimes", "Cost", "Flight", "Group",
-    "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh",
-    "Operation", "ReadyTimes", "Reduction", "Rendezvous", "Scaling", "Schema", "Site", "Span",
-    "StepHandle", "StepTimes", "Target", "Timeline", "call_site", "check_equal", "check_paths",
-    "communicator_of", "counted", "dense_strides", "exchange", "find_divergences", "html_table",
-    "is_collective", "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves",
+    "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh", "Operation",
+    "ReadyTimes", "Reduction", "Rendezvous", "Scaling", "Schema", "Site", "Span", "StepHandle",
+    "StepTimes", "Target", "Timeline", "call_site", "check_equal", "check_paths", "communicator_of",
+    "counted", "dense_strides", "exchange", "find_divergences", "html_table", "is_collective",
+    "leaf_text", "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves",
     "preset_or_model", "rank_names", "ready_seconds", "replay", "resolve", "resolve_mesh",
-    "run_operator", "size_text", "summary", "to_array", "to_tensor", "tree_flatten", "unit_of",
-    "waits_since",
+    "run_operator", "size_text", "suggestion", "summary", "to_array", "to_tensor", "tree_flatten",
+    "unit_of", "waits_since",
 ]  # fmt: skip

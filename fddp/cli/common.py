@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -95,6 +96,12 @@ class Printer:
     def __init__(self, json: Path | None = None, width: int = 80) -> None:
         self._to_stderr = json == STDOUT
         self._width = width
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None if the output is none."""
+        stream = sys.stderr if self._to_stderr else sys.stdout
+        return shutil.get_terminal_size().columns if stream.isatty() else None
 
     def show(self, text: RenderableType) -> None:
         """Print a text, or a table of rich."""

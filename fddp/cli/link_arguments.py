@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 from fddp import PRESETS, CostModel, Topology
 from fddp.cli.common import CallError
-from fddp.extend import Cost, LinkAlgorithm
+from fddp.extend import Cost, LinkAlgorithm, suggestion
 
 COST_HELP = (
     "cost of a collective: a preset "
@@ -72,6 +72,7 @@ def _link(text: str) -> CostModel:
     except ValueError:
         raise ValueError(
             f"must be one of {', '.join(PRESETS)}, or ALPHA,BETA, or FILE.json"
+            f"{suggestion(text, PRESETS)}"
         ) from None
     return CostModel(alpha_s, beta_s_per_byte)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -48,6 +49,8 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except CallError as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
+    except KeyboardInterrupt:  # also while a command imports its source
+        args.parser.exit(128 + signal.SIGINT, f"{args.parser.prog}: ended by SIGINT\n")
     except OSError as error:  # of output; the reader of a pipe may have exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing left to flush
         if not isinstance(error, BrokenPipeError):

@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> int:
         raise common.CallError(f"{args.source!r} is a plan, so its caps are fixed")
     plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
     printer = common.Printer(args.json)
-    printer.show(f"{plan}\n\ndigest {plan.digest}")
+    printer.show(f"{plan.to_text(printer.width)}\n\ndigest {plan.digest}")
     printer.write_text(args.json, plan.to_json())
     if args.png:
         from fddp.viz import plot_plan

@@ -20,7 +20,7 @@ from fddp.collectives.operator_program import (
 )
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
 from fddp.native.operands import Operands, operands
 from fddp.telemetry.call_site import Site
@@ -161,7 +161,7 @@ def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
         if isinstance(leaf, Tensor):
             if leaf.dim() == 0 or leaf.shape[0] % n:
                 raise ValueError(
-                    f"{call.operator}: leaf {path!r} of shape {tuple(leaf.shape)} can't be cut "
+                    f"{call.operator}: {leaf_text(path)} of shape {tuple(leaf.shape)} can't be cut "
                     f"into {n} equal parts along its first axis; pad it, or leave tiled=True out"
                 )
             if call.operator in TAKES_ROWS:
@@ -227,28 +227,31 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
     operator = call.operator
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"{operator}: leaf {path!r} is {type(leaf).__name__}; it takes dense tensors and None"
+            f"{operator}: {leaf_text(path)} is {type(leaf).__name__}; it takes dense tensors and "
+            "None"
         )
     if leaf.layout is not torch.strided:
         raise TypeError(
-            f"{operator}: leaf {path!r} is of layout {leaf.layout}; it takes dense tensors and "
+            f"{operator}: {leaf_text(path)} is of layout {leaf.layout}; it takes dense tensors and "
             f"None: pass its to_dense(), or average sparse gradients by a GradSync (sparse=)"
         )
     dtype = leaf.dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     if operator == "pmean" and not inexact:
         raise TypeError(
-            f"pmean: leaf {path!r} is of {dtype}, which can't represent a mean; use psum, or "
+            f"pmean: {leaf_text(path)} is of {dtype}, which can't represent a mean; use psum, or "
             f"convert it to a floating dtype"
         )
     if operator == "sync_on_backward":
         return
     if operator == "pmax" and dtype.is_complex:
-        raise TypeError(f"pmax: leaf {path!r} is of {dtype}, which has no order; take its abs()")
+        raise TypeError(
+            f"pmax: {leaf_text(path)} is of {dtype}, which has no order; take its abs()"
+        )
     taken, problem = _TAKEN.get(operator, ((dtype,), ""))
     if dtype not in taken:
         raise TypeError(
-            f"{operator}: leaf {path!r} is of {dtype}, {problem}; convert it to one of "
+            f"{operator}: {leaf_text(path)} is of {dtype}, {problem}; convert it to one of "
             f"{', '.join(sorted(map(str, taken)))}"
         )
 
@@ -259,8 +262,8 @@ def _unit(call: CallSpec, spec: LeafSpec) -> LeafSpec:
     n = call.place.size
     if not spec.shape or spec.shape[0] != n:
         raise ValueError(
-            f"{call.operator}: leaf {spec.path!r} of shape {spec.shape} needs a leading axis of "
-            f"{n}, one slice for each rank; pass tiled=True to cut a longer one into {n} parts"
+            f"{call.operator}: {leaf_text(spec.path)} of shape {spec.shape} needs a leading axis "
+            f"of {n}, one slice for each rank; pass tiled=True to cut a longer one into {n} parts"
         )
     return spec._replace(shape=spec.shape[1:])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fddp.collectives import handshake
 from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
+from fddp.core.text import leaf_text
 from fddp.errors import FddpError
 from fddp.native.operands import first_without_memory
 from fddp.native.pack import pack_, slices
@@ -82,7 +83,7 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
         f"tensor (of a DTensor, its to_local())"
     )
     path = call.program.units[position].path
-    problem = f"{call.program.operator}: leaf {path!r} is {kind}"
+    problem = f"{call.program.operator}: {leaf_text(path)} is {kind}"
     handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))
 
 

@@ -28,6 +28,33 @@ def plain_table(
     )
 
 
+def narrowed(
+    header: Sequence[str], rows: Sequence[Sequence[str]], columns: Collection[int], width: int
+) -> list[tuple[str, ...]]:
+    """Return rows whose cells in `columns` keep only their end, so that the table fits a width.
+
+    A cell keeps at least 10 characters.
+
+    Example:
+        >>> header = ("no", "leaf", "dtype")
+        >>> rows = [("0", "layers.0.attention.weight", "f32"), ("1", "bias", "f32")]
+        >>> print(plain_table(header, narrowed(header, rows, (1,), 28)))
+        no  leaf               dtype
+        0   …attention.weight  f32
+        1   bias               f32
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    spare = width - sum(widths) - 2 * (len(widths) - 1) + sum(widths[i] for i in columns)
+    most = max(10, spare // len(columns))
+    return [
+        tuple(
+            f"…{cell[len(cell) - most + 1 :]}" if column in columns and len(cell) > most else cell
+            for column, cell in enumerate(row)
+        )
+        for row in rows
+    ]
+
+
 def abridged(
     count: int, row: Callable[[int], tuple[str, ...]], most: int, left_out: Sequence[str]
 ) -> list[tuple[str, ...]]:

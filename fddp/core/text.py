@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PLURALS = {"leaf": "leaves", "process": "processes", "backward pass": "backward passes"}
 # Others end in s.
@@ -15,6 +18,32 @@ def counted(number: int, noun: str) -> str:
         ('1 bucket', '2 buckets', '0 leaves')
     """
     return f"{number} {noun if number == 1 else _PLURALS.get(noun, noun + 's')}"
+
+
+def leaf_text(path: str, what: str = "") -> str:
+    """Return a leaf as errors name it. A tree that is one leaf has the path "".
+
+    Example:
+        >>> leaf_text("w"), leaf_text("w", "shards")
+        ("leaf 'w'", "leaf 'w' of the shards")
+        >>> leaf_text(""), leaf_text("", "shards")
+        ('the tree itself', 'the tree of shards itself')
+    """
+    if not path:
+        return f"the tree of {what} itself" if what else "the tree itself"
+    return f"leaf {path!r} of the {what}" if what else f"leaf {path!r}"
+
+
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """Return the known word that a misspelt one resembles, as the end of an error, or "".
+
+    Example:
+        >>> suggestion("ethernet-10", ["ethernet-10g", "nvlink4"]), suggestion("x", ["nvlink4"])
+        ("; did you mean 'ethernet-10g'?", '')
+    """
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(str(word).lower(), names, n=1)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def size_text(nbytes: float) -> str:

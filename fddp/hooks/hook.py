@@ -140,9 +140,9 @@ class AllReduce(ABC):
 class Hook(ABC, Generic[S]):
     """Reduction of buckets: a pure pair of functions, `init` and `apply`, with state of type `S`.
 
-    Each bucket has its own state, a tree (of tuples, lists and dicts) of tensors and numbers. It
-    may differ between ranks. Subclasses are frozen dataclasses, so hooks are values: they are equal
-    if their parameters are equal, and their repr has the parameters.
+    Each bucket has its own state, a tree (of tuples, lists and dicts) of tensors, numbers and
+    None. It may differ between ranks. Subclasses are frozen dataclasses, so hooks are values: they
+    are equal if their parameters are equal, and their repr has the parameters.
 
     Example:
         >>> import fddp, torch

@@ -13,7 +13,7 @@ import torch
 from jax.extend.core import Primitive
 
 from fddp import Communicator
-from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, tree_flatten
+from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, leaf_text, tree_flatten
 from fddp.jax import lowering as lowering
 from fddp.jax.communicators import JitCommunicator, jit_communicator_of
 from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
@@ -147,15 +147,15 @@ def _bound(
 def _array(leaf: Any, path: str, name: str) -> jax.Array:
     if isinstance(leaf, torch.Tensor):
         raise TypeError(
-            f"{name}: leaf {path!r} is a tensor of torch, but this operator is for JAX programs; "
-            f"use fddp.{'sync_on_backward' if name == 'grad_sync' else name}"
+            f"{name}: {leaf_text(path)} is a tensor of torch, but this operator is for JAX "
+            f"programs; use fddp.{'sync_on_backward' if name == 'grad_sync' else name}"
         )
     try:
         return jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
-            f"{name}: leaf {path!r} is a {type(leaf).__name__}; it takes arrays, numbers and None "
-            f"(separate the arrays first, for example with equinox.partition)"
+            f"{name}: {leaf_text(path)} is a {type(leaf).__name__}; it takes arrays, numbers and "
+            f"None (separate the arrays first, for example with equinox.partition)"
         ) from error
 
 
@@ -167,13 +167,13 @@ def _takes(name: str, array: jax.Array, path: str) -> bool:
         return False
     if name == "pmean" and not inexact:
         raise TypeError(
-            f"pmean: leaf {path!r} is of {dtype}, which can't represent a mean; use psum, or "
+            f"pmean: {leaf_text(path)} is of {dtype}, which can't represent a mean; use psum, or "
             f"convert it to a floating dtype"
         )
     if dtype not in _SUMMABLE:
         raise TypeError(
-            f"{name}: leaf {path!r} is of {dtype}, which can't be summed over ranks; convert it to "
-            f"one of {', '.join(sorted(_SUMMABLE))}"
+            f"{name}: {leaf_text(path)} is of {dtype}, which can't be summed over ranks; convert "
+            f"it to one of {', '.join(sorted(_SUMMABLE))}"
         )
     return True
 

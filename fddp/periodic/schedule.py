@@ -19,7 +19,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from fddp import ScheduleError
-from fddp.extend import counted, size_text
+from fddp.extend import counted, leaf_text, size_text
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PeriodicSchedule:
                     where = f"fragments {owners[path]} and {number}"
                     where = where if owners[path] != number else f"fragment {number} twice"
                     raise ScheduleError(
-                        f"leaf {path!r} is in {where}; each leaf must be in one fragment",
+                        f"{leaf_text(path)} is in {where}; each leaf must be in one fragment",
                         paths=(path,),
                     )
                 owners[path] = number

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fddp import PRESETS, CostModel
+from fddp import CostModel
+from fddp.extend import preset_or_model
 from fddp.periodic.schedule import PeriodicSchedule
 
 _MOST_STEPS = 1_000_000
@@ -68,9 +69,7 @@ def simulate_periodic(
         >>> f"{found.total_s:.1f} {found.utilisation:.2f} {found.sent_bytes:.0f}"
         '14.0 0.71 40000'
     """
-    if isinstance(cost, str) and cost not in PRESETS:
-        raise ValueError(f"there is no preset {cost!r}; pass a CostModel or one of {[*PRESETS]}")
-    link = PRESETS[cost] if isinstance(cost, str) else cost
+    link = preset_or_model(cost)
     wire = CostModel(0.0, 1.0, link.algorithm)  # a second for each byte that a rank sends
     if not 0.0 <= step_s <= _MOST_S:
         raise ValueError(f"step_s must be a number from 0 to {_MOST_S:.0e}, got {step_s!r}")

@@ -19,7 +19,15 @@ from fddp import (
     tree_map,
 )
 from fddp.errors import error_text
-from fddp.extend import Group, StepHandle, check_equal, check_paths, exchange, tree_flatten
+from fddp.extend import (
+    Group,
+    StepHandle,
+    check_equal,
+    check_paths,
+    exchange,
+    leaf_text,
+    tree_flatten,
+)
 from fddp.periodic.outer import trial_updates, updates_of
 from fddp.periodic.schedule import PeriodicSchedule
 
@@ -275,7 +283,9 @@ class PeriodicSync:
         part = {path: by_path[path] for path in self.schedule.fragments[number].paths}
         for path, leaf in part.items():
             if leaf is None:
-                raise TreeMismatchError(f"leaf {path!r} to average is None; pass all parameters")
+                raise TreeMismatchError(
+                    f"{leaf_text(path)} to average is None; pass all parameters"
+                )
         return part
 
     def close(self) -> None:
@@ -327,7 +337,7 @@ def _check_fit(schedule: PeriodicSchedule, tree: Any) -> None:
     owned = {path for fragment in schedule.fragments for path in fragment.paths}
     for path in sorted(leaves ^ owned):
         where = "in the schedule only" if path in owned else "in no fragment of the schedule"
-        raise TreeMismatchError(f"leaf {path!r} is {where}; make the schedule for this tree")
+        raise TreeMismatchError(f"{leaf_text(path)} is {where}; make the schedule for this tree")
 
 
 def _params(tree: Any) -> Any:

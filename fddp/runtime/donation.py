@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fddp.core.text import leaf_text
 from fddp.errors import TreeMismatchError
 from fddp.native.buffer_pool import BufferPool, invalidate
 from fddp.runtime.program import Program
@@ -34,7 +35,9 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
             grad = leaves[leaf]
             if grad is None:
                 continue
-            where = f"leaf {program.plan.paths[leaf]!r} (bucket {number}) of the donated gradients"
+            where = (
+                f"{leaf_text(program.plan.paths[leaf])} (bucket {number}) of the donated gradients"
+            )
             if is_foreign(grad):
                 raise TreeMismatchError(
                     f"{where} is a JAX array, whose memory JAX owns; drop the arrays: their bucket "

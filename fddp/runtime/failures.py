@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.messages import Schema
+from fddp.core.text import leaf_text
 from fddp.errors import (
     DesyncError,
     FddpError,
@@ -143,8 +144,8 @@ def pack_error(
             if source is not None and source.device != buffer.device:
                 path = program.plan.paths[leaf]
                 return TreeMismatchError(
-                    f"the gradient of leaf {path!r} is on {source.device} where its bucket is on "
-                    f"{buffer.device}; move it there"
+                    f"the gradient of {leaf_text(path)} is on {source.device} where its bucket is "
+                    f"on {buffer.device}; move it there"
                 )
     return problem
 
@@ -167,7 +168,7 @@ def incompatible_contributions_error(
     for leaf, users in zip(program.plan.reduced, report.users, strict=True):
         if 0 < users < ranks:
             return TreeMismatchError(
-                f"step {step}: leaf {program.plan.paths[leaf]!r} of the shards is None on "
+                f"step {step}: {leaf_text(program.plan.paths[leaf], 'shards')} is None on "
                 f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on all"
             )
     return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.schedule.stages import count_stages, with_stages
+from fddp.core.text import leaf_text
 from fddp.errors import TreeMismatchError
 from fddp.hooks.hook import BucketSpec, Hook
 from fddp.runtime.hook_collectives import Issued
@@ -50,7 +51,7 @@ class BoundHook:
             ValueError: the schedule has not exactly one all-reduce of each bucket, or leaves shards
                 and the hook can't; the hook requires flat all-reduces; or the hook rejects a
                 bucket.
-            TypeError: the state is no tree of tensors and numbers.
+            TypeError: the state is no tree of tensors, numbers and None.
         """
         positions = _positions(hook, program)
         groups = {program.schedule.ops[position].axes for position in positions.values()}
@@ -142,9 +143,9 @@ class _StateSchema:
     def of(cls, state: Any, what: str) -> _StateSchema:
         leaves, treedef = flatten(state)
         for leaf, path in zip(leaves, treedef.paths, strict=True):
-            if not isinstance(leaf, (Tensor, int, float)):
+            if leaf is not None and not isinstance(leaf, (Tensor, int, float)):
                 raise TypeError(
-                    f"{what} must be a tree of tensors and numbers; leaf {path!r} is a "
+                    f"{what} must be a tree of tensors, numbers and None; {leaf_text(path)} is a "
                     f"{type(leaf).__name__}"
                 )
         return cls(treedef, tuple(map(_kind, leaves)))
@@ -157,7 +158,7 @@ class _StateSchema:
             return f"has the leaves {found}, expected {expected}"
         for leaf, kind, path in zip(leaves, self.kinds, treedef.paths, strict=True):
             if _kind(leaf) != kind:
-                return f"has a {_kind(leaf)} as leaf {path!r}, expected a {kind}"
+                return f"has a {_kind(leaf)} as {leaf_text(path)}, expected a {kind}"
         return None
 
 

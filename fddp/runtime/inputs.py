@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import LeafSpec
+from fddp.core.text import leaf_text
 from fddp.errors import TransformError, TreeMismatchError, WeightError
 from fddp.native.torch_private import (
     DispatchModeKey,
@@ -84,7 +85,7 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
         )
         if shard is not None and found != f"{spec.dtype} of shape {(numel,)}":
             raise TreeMismatchError(
-                f"leaf {spec.path!r} of the shards is {found} where this rank owns {numel} "
+                f"{leaf_text(spec.path, 'shards')} is {found} where this rank owns {numel} "
                 f"elements of {spec.dtype}; pass shards from shard or reduce_scatter of this "
                 f"GradSync"
             )
@@ -92,7 +93,7 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
 
 
 def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
-    where = f"leaf {spec.path!r} of the {what}"
+    where = leaf_text(spec.path, what)
     if leaf is None:
         return (
             f"{where} is None where the plan has a tensor; build a new GradSync for changed "
@@ -132,8 +133,8 @@ def check_writable(leaves: Sequence[Tensor | None], treedef: TreeDef, program: P
         problem = _unwritable(leaf, spec)
         if problem is not None:
             raise TreeMismatchError(
-                f"leaf {spec.path!r} of shape {tuple(leaf.shape)} {problem}; pass another tensor "
-                f"to reduce_, or call sync(grads), which returns new ones"
+                f"{leaf_text(spec.path)} of shape {tuple(leaf.shape)} {problem}; pass another "
+                f"tensor to reduce_, or call sync(grads), which returns new ones"
             )
         if leaf.layout is torch.strided and leaf.numel():
             written.append((leaf, spec.path))
@@ -283,7 +284,7 @@ def check_no_derivatives(
     position = program.leaf_types.first_differentiated(leaves, recorded)
     if position < 0:
         return
-    where = f"leaf {program.plan.paths[position]!r} of the {what}"
+    where = leaf_text(program.plan.paths[position], what)
     node = getattr(leaves[position], "grad_fn", None) if recorded else None
     if node is not None:
         raise TransformError(

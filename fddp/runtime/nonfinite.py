@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.protocol.messages import MappingOf, Schema
+from fddp.core.text import leaf_text
 from fddp.errors import NonFiniteError
 
 Policy = Literal["propagate", "skip", "raise"]
@@ -175,7 +176,7 @@ def _by_rank(counts: Mapping[int, Mapping[str, Count]]) -> str:
 
 
 def _listed(found: Mapping[str, Count]) -> str:
-    listed = [f"{count} in leaf {path!r}" for path, count in found.items()]
+    listed = [f"{count} in {leaf_text(path)}" for path, count in found.items()]
     rest = len(listed) - _MOST_WRITTEN
     return ", ".join(listed[:_MOST_WRITTEN]) + (f" and more in {rest} others" if rest > 0 else "")
 

@@ -12,7 +12,7 @@ from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
@@ -84,7 +84,7 @@ def plan_on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan
         if own != wanted:
             found = "no such leaf" if own is None else f"one of {own.shape}, {own.dtype}"
             raise PlanMismatchError(
-                f"the plan of the other ranks has the leaf {wanted.path!r} of shape "
+                f"the plan of the other ranks has {leaf_text(wanted.path)} of shape "
                 f"{wanted.shape}, {wanted.dtype}, and params has {found}; pass equal parameters, "
                 f"or none"
             )

@@ -128,8 +128,8 @@ class TreeSync:
         """Return the communication hook's state before the first step.
 
         Returns:
-            For each bucket of the plan a tree of tensors and numbers, which may differ from rank to
-            rank; () without a hook that keeps state. `torch.save` saves it.
+            For each bucket of the plan a tree of tensors, numbers and None, which may differ
+            from rank to rank; () without a hook that keeps state. `torch.save` saves it.
         """
         return self._engine.init_states()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fddp import GradSync
-from fddp.extend import exchange, tree_flatten
+from fddp.extend import exchange, leaf_text, tree_flatten
 
 _Leaves = Sequence[Tensor | None]
 
@@ -83,7 +83,9 @@ def assert_mean(
     for rank, (_, bits) in enumerate(received):
         differing = [path for path, digest in bits.items() if digest != received[0][1][path]]
         if differing:
-            raise AssertionError(f"ranks 0 and {rank} got different bits for leaf {differing[0]!r}")
+            raise AssertionError(
+                f"ranks 0 and {rank} got different bits for {leaf_text(differing[0])}"
+            )
     return result
 
 
@@ -113,7 +115,7 @@ def _write_problem(before: list[_Snapshot]) -> str:
     """Name a leaf that was written, or return ""."""
     for path, leaf, copy, version in before:
         if _version(leaf) != version or _digest(leaf) != _digest(copy):
-            return f"leaf {path!r} of the input gradients was written"
+            return f"{leaf_text(path, 'input gradients')} was written"
     return ""
 
 
@@ -138,7 +140,7 @@ def _problem(
         shape = sync.plan.leaves[leaf].shape
         problem = _leaf_problem(_Mean.of(parts, counted, shape), found[leaf], parts, rtol)
         if problem and sync.plan.leaves[leaf].reducible:
-            return f"leaf {path!r} {problem}"
+            return f"{leaf_text(path)} {problem}"
     return ""
 
 

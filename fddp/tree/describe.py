@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
+from fddp.core.text import leaf_text
 
 _Device = tuple[str, Hashable]
 
@@ -58,6 +59,21 @@ def leaf_specs(
     ]
 
 
+def _no_array(path: str, leaf: Any) -> str:
+    kind = type(leaf)
+    if isinstance(leaf, (int, float, complex)):
+        return (
+            f"{leaf_text(path)} is the {kind.__name__} {leaf!r}, which has no dtype and device; "
+            f"pass a tensor, such as torch.tensor({leaf!r})"
+        )
+    return (
+        f"{leaf_text(path)} is a {kind.__module__}.{kind.__qualname__}, which has no shape and "
+        "dtype; leaves are arrays or None, and custom containers must be registered with "
+        "optree.register_pytree_node (or, around arrays of JAX, with "
+        "jax.tree_util.register_pytree_node)"
+    )
+
+
 def _described(
     path: str, leaf: Any, sparse: bool, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[LeafSpec, _Device]:
@@ -70,16 +86,11 @@ def _described(
     try:
         shape, dtype = tuple(leaf.shape), leaf.dtype
     except (AttributeError, TypeError):
-        raise TypeError(
-            f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
-            "shape and dtype; leaves are arrays or None, and custom containers must be registered "
-            "with optree.register_pytree_node (or, around arrays of JAX, with "
-            "jax.tree_util.register_pytree_node)"
-        ) from None
+        raise TypeError(_no_array(path, leaf)) from None
     except RuntimeError:  # torch's, for parameters of lazy modules
         raise TypeError(
-            f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
-            f"shape yet; run one forward pass through the lazy module first"
+            f"{leaf_text(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has "
+            f"no shape yet; run one forward pass through the lazy module first"
         ) from None
     shape = shapes.setdefault(shape, shape)
     if not hasattr(leaf, "is_contiguous"):
@@ -90,8 +101,8 @@ def _described(
         return LeafSpec(path, shape, traits.dtype, None, traits.device[0], True), traits.device
     if traits.layout != "torch.strided":
         raise TypeError(
-            f"leaf {path!r} has the layout {traits.layout}; only strided and sparse COO tensors "
-            "can be reduced: convert it (see Tensor.to_dense)"
+            f"{leaf_text(path)} has the layout {traits.layout}; only strided and sparse COO "
+            "tensors can be reduced: convert it (see Tensor.to_dense)"
         )
     strides = None if leaf.is_contiguous() else dense_strides(shape, leaf.stride())
     return LeafSpec(path, shape, traits.dtype, strides, traits.device[0], sparse), traits.device

@@ -20,6 +20,7 @@ from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as is_within_trac
 from torch import Tensor
 
 from fddp.core.plan.leaf import ITEM_BYTES
+from fddp.core.text import leaf_text
 from fddp.errors import FddpError, TransformError, TreeMismatchError
 
 # Dtypes that DLPack passes from JAX to torch: those that can be reduced, and others.
@@ -52,7 +53,7 @@ def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[A
     if problem is not None:
         array, error, text = problem
         path = next(path for path, leaf in zip(paths, leaves, strict=True) if leaf is array)
-        raise error(f"leaf {path!r} of the {what} {text}")
+        raise error(f"{leaf_text(path, what)} {text}")
     # DLPack would wait while holding the GIL, which callbacks of a running program need.
     jax.block_until_ready(arrays)
     tensors = map(torch.utils.dlpack.from_dlpack, map(_exporter(), arrays))

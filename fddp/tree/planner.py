@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+from fddp.core.keywords import suggest_keywords
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves
@@ -15,7 +16,7 @@ from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
 from fddp.tree.modules import named_params
@@ -25,6 +26,7 @@ _INEXACT_PREFIXES = ("float", "bfloat", "complex")
 _TWO_RANKS = Topology(world=2)
 
 
+@suggest_keywords
 def plan_buckets(
     tree: Any,
     *,
@@ -194,8 +196,8 @@ def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -
             continue
         if not supported:
             raise TypeError(
-                f"leaf {spec.path!r} has dtype {spec.dtype}, in which gradients cannot be reduced "
-                f"({', '.join(ITEM_BYTES)} can); cast it, or keep it local: "
+                f"{leaf_text(spec.path)} has dtype {spec.dtype}, in which gradients cannot be "
+                f"reduced ({', '.join(ITEM_BYTES)} can); cast it, or keep it local: "
                 f"select=lambda path: path != {spec.path!r}"
             )
         selected.add(index)

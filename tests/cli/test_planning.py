@@ -121,6 +121,33 @@ def test_plans_and_simulations_need_no_extra(run: Read, monkeypatch: pytest.Monk
     assert "fastest: " in run(*SIMULATE, *LINK)
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_plan_fits_the_terminal(
+    columns: int, run: Read, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths lose their beginning; into a pipe, nothing."""
+    long = ".".join(["encoder"] * 12)
+    (folder / "own_models.py").write_text(
+        f"import torch\ntree = {{'{long}.weight': torch.ones(3)}}"
+    )
+    assert f"{long}.weight" in run("plan", "own_models.py:tree")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("plan", "own_models.py:tree").splitlines()[:3]
+    assert columns - 2 <= max(map(len, lines)) <= columns
+    assert lines[2].count("der.weight") == 2
+
+
+def test_an_interrupt_while_the_source_is_imported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "slow.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "slow.py:tree"])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "python -m fddp plan: ended by SIGINT\n"
+
+
 def test_json_on_stdout_is_all_there_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "own_models:network", "--json", "-", "--png", "p.png"]) == 0
     printed = capfd.readouterr()

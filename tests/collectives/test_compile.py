@@ -433,6 +433,9 @@ def test_errors_name_operators_and_call_sites(ranks: RankPool) -> None:
             assert "DesyncError" in texts[name]
             assert "rank 0: backward of p" in texts[name]
         assert "closed" in texts["closed"]
-    assert "pmean: leaf '' is of torch.int64" in first["dtype"]
+    assert "pmean: the tree itself is of torch.int64" in first["dtype"]
     assert "PeerError" in second["dtype"]
-    assert "rank 0 can't take part: TypeError: pmean: leaf '' is of torch.int64" in second["dtype"]
+    assert (
+        "rank 0 can't take part: TypeError: pmean: the tree itself is of torch.int64"
+        in second["dtype"]
+    )

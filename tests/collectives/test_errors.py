@@ -82,7 +82,8 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "batches": (
         lambda ranks: vmap(lambda x: fddp.psum(x, ranks))(ONE.expand(3, 2)),
         lambda ranks: fddp.psum(ONE, ranks),
-        "rank 0 has leaf '' of shape (3, 2), float32 on cpu where rank 1 has leaf '' of shape (2,)",
+        "rank 0 has the tree itself of shape (3, 2), float32 on cpu where rank 1 has the tree "
+        "itself of shape (2,)",
     ),
     "directions": (
         lambda ranks: grad(lambda x: fddp.psum(x, ranks).sum())(ONE),
@@ -139,7 +140,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "sum of bools": (
         lambda ranks: fddp.psum(torch.tensor(True), ranks),
         "TypeError",
-        "psum: leaf '' is of torch.bool, which can't be summed; convert it to one of",
+        "psum: the tree itself is of torch.bool, which can't be summed; convert it to one of",
     ),
     "no tensor": (
         lambda ranks: fddp.psum({"w": "text"}, ranks),
@@ -155,7 +156,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "largest complex": (
         lambda ranks: fddp.pmax(torch.ones(1, dtype=torch.complex64), ranks),
         "TypeError",
-        "pmax: leaf '' is of torch.complex64, which has no order",
+        "pmax: the tree itself is of torch.complex64, which has no order",
     ),
     "largest of a kind without": (
         lambda ranks: fddp.pmax({"n": torch.ones(1, dtype=torch.uint16)}, ranks),
@@ -212,7 +213,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "tiled scalar": (
         lambda ranks: fddp.all_gather(torch.tensor(1.0), ranks, tiled=True),
         "ValueError",
-        "all_gather: leaf '' of shape () can't be cut",
+        "all_gather: the tree itself of shape () can't be cut",
     ),
     "plan of another tree": (
         lambda ranks: fddp.psum({"w": ONE}, ranks, plan=fddp.plan_buckets({"w": torch.ones(3)})),

@@ -294,7 +294,11 @@ def refusals(trees: list[Any], steps: list[Any]) -> list[Any]:
         ),
         ([1.0, 2.0], [True, 1], "rank 0 can't take part: ValueError: step must be an int"),
         ([1.0, [{1}]], [1, 1], "rank 1 can't take part: TypeError: leaf '0' is a set"),
-        ([1.0, torch.empty(2, device="meta")], [1, 1], "leaf '' is a meta"),  # as replicas are
+        (
+            [1.0, torch.empty(2, device="meta")],
+            [1, 1],
+            "the tree itself is a meta",
+        ),  # as replicas are
         (
             [None, Moments(1, 2)],
             [0, 1],

@@ -64,6 +64,16 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def test_durations_of_commands_are_on_pages_alone() -> None:
+    """A comment of the Makefile would be another statement, and they would part."""
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if re.match(r"#.*\b(minutes?|hours?|seconds)\b", line)]
+    pages = [read(page) for page in ("README.md", "CONTRIBUTING.md", "docs/install.md")]
+    assert all(
+        "half a minute on two idle" in " ".join(page.split()) for page in pages
+    )  # to compile
+
+
 def test_every_room_is_on_the_map() -> None:
     table = ARCHITECTURE.partition("## Rooms")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)

@@ -66,6 +66,12 @@ def test_every_public_name_is_in_the_reference(module: ModuleType, prefix: str) 
     assert not names - set(DOCUMENTED) - elsewhere
 
 
+def test_the_index_of_the_reference_has_every_page() -> None:
+    index = read("docs/reference/index.md")
+    pages = {path.name for path in (ROOT / "docs/reference").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"^\| \[[^\]]*\]\((\w+\.md)\)", index, re.MULTILINE)) == pages
+
+
 def test_averaging_is_in_the_reference() -> None:
     for name in ("Periodic", "Averager", "average"):
         assert hasattr(averaging, name)

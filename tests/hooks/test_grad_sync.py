@@ -407,6 +407,30 @@ class Wrong(Hook[Any]):
         return all_reduce(bucket.buffer).map(lambda total: (result, state))
 
 
+@dataclass(frozen=True)
+class Forgetful(Hook[None]):
+    """A sum, with a state that says nothing."""
+
+    def init(self, spec: BucketSpec) -> None:
+        return None
+
+    def apply(
+        self, state: None, bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, None]]:
+        return all_reduce(bucket.buffer.clone()).map(lambda total: (total, None))
+
+
+def test_a_state_may_be_none() -> None:
+    def run(group: Any) -> Any:
+        own = {"w": torch.ones(4)}
+        with fddp.GradSync(own, group=group, hook=Forgetful()) as sync:
+            return sync.update(own, sync.init_state())
+
+    for mean, state in fddp.loopback(2, run):
+        assert torch.equal(mean["w"], torch.ones(4))
+        assert state == (None,)
+
+
 def test_hooks_that_return_no_result() -> None:
     def run(group: Any, what: str) -> None:
         own = {"w": torch.ones(4)}
@@ -419,7 +443,9 @@ def test_hooks_that_return_no_result() -> None:
         fddp.loopback(2, run, "number")
     with pytest.raises(ArithmeticError, match="no root"):
         fddp.loopback(2, run, "raises")
-    with pytest.raises(TypeError, match="must be a tree of tensors and numbers; leaf '' is a str"):
+    with pytest.raises(
+        TypeError, match="must be a tree of tensors, numbers and None; the tree itself is a str"
+    ):
         fddp.loopback(2, run, "state")
 
 

@@ -202,7 +202,7 @@ def test_a_delay_hides_the_collective() -> None:
     [
         ({"step_s": -1.0}, "step_s must be a number from 0"),
         ({"bits": 0}, "bits must be above 0 and at most 64, got 0"),
-        ({}, "there is no preset 'nvlink9'; pass a CostModel or one of"),
+        ({}, "got 'nvlink9'; did you mean 'nvlink4'?"),
         ({"steps": 10**7}, "steps must be from 1 to 1000000, got 10000000"),
     ],
 )

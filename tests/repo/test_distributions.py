@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distribution import interpreters, matrix, release
-from distribution.fddp_build import installed_torch, lowest_torch
+from distribution.fddp_build import _check_compiler, installed_torch, lowest_torch
 from distribution.wheels import build_sdist
 
 if TYPE_CHECKING:
@@ -188,6 +188,15 @@ def test_a_build_for_too_old_a_torch_is_refused(tmp_path: Path) -> None:
     done = requires(str(tmp_path))
     assert done.returncode == 1
     assert "torch 2.9.0 is installed, and fddp needs 2.11 or later" in done.stderr
+
+
+def test_a_compiler_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiler in ("", sys.executable, f"{sys.executable} -E"):
+        monkeypatch.setenv("CXX", compiler)
+        _check_compiler()
+    monkeypatch.setenv("CXX", "no-such-g++ -O2")
+    with pytest.raises(SystemExit, match=r"^CXX names 'no-such-g\+\+', which is"):
+        _check_compiler()
 
 
 def test_a_build_for_a_named_torch_fetches_it(tmp_path: Path) -> None:

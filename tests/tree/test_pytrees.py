@@ -326,7 +326,7 @@ def test_sparse_leaves() -> None:
         leaf_spec("e", compressed)
 
 
-@pytest.mark.parametrize("leaf", [1.0, "text", np.float32, object()])
+@pytest.mark.parametrize("leaf", ["text", np.float32, object()])
 def test_leaves_that_are_no_arrays(leaf: object) -> None:
     with pytest.raises(TypeError, match=r"leaf 'x.y' is a .* which has no shape and dtype"):
         leaf_spec("x.y", leaf)

@@ -13,7 +13,7 @@ from fddp.collectives.operator_program import batches
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError, TransformError, error_text
 from fddp.runtime.agreement import check_equal_leaves, exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -91,7 +91,7 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
         is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
         if leaf is not None and not is_dense:
             raise PlanMismatchError(
-                f"leaf {path!r} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
+                f"{leaf_text(path)} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
                 f"takes dense tensors"
             )
     # Strides may differ between ranks.

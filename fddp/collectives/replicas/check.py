@@ -29,7 +29,7 @@ from fddp.core.protocol.differences import (
     ranks_by_value,
 )
 from fddp.core.protocol.messages import decode_all
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import DesyncError
 from fddp.native.untraced import untraced
 from fddp.runtime.inputs import check_no_transform, outside_tracing
@@ -204,7 +204,7 @@ def _tensor(path: str, leaf: Any) -> Tensor:
     if isinstance(leaf, bool | int | float | complex | str):
         text = leaf.hex() if isinstance(leaf, float) else repr(leaf)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
-    check_dense(f"check_replicas: leaf {path!r}", leaf)
+    check_dense(f"check_replicas: {leaf_text(path)}", leaf)
     return leaf  # type: ignore[no-any-return]
 
 
@@ -225,7 +225,7 @@ def _error(
     others = len(differing) - 1
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
-        f"{own.text}: replicas differ, first in leaf {spec.path!r} of shape {spec.shape}, "
+        f"{own.text}: replicas differ, first in {leaf_text(spec.path)} of shape {spec.shape}, "
         f"{spec.dtype}: {format_digests(groups, column)}; {_index(position, spec.shape)}: "
         f"{format_values(groups, values)}{more}; {_WAY_OUT}",
         path=spec.path,

@@ -12,6 +12,7 @@ import torch
 from fddp.collectives.replicas.chunked_broadcast import broadcast_bytes_, broadcast_text
 from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
 from fddp.core.protocol.messages import Schema, malformed_message_error, optional
+from fddp.core.text import leaf_text
 from fddp.errors import DesyncError, InternalError, PlanMismatchError, error_text
 from fddp.runtime.agreement import exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -171,8 +172,8 @@ def _check(transport: Transport, found: Snapshot, newest: _Newest) -> None:
     pairs = zip(leaves[newest.rank], leaves[differing[0]], strict=True)
     leaf = next(i for i, (wanted, theirs) in enumerate(pairs) if wanted != theirs)
     raise DesyncError(
-        f"leaf {found.treedef.paths[leaf]!r} has the digest {leaves[newest.rank][leaf]} on rank "
-        f"{newest.rank}, the source of the state of step {newest.step}, and "
+        f"{leaf_text(found.treedef.paths[leaf])} has the digest {leaves[newest.rank][leaf]} on "
+        f"rank {newest.rank}, the source of the state of step {newest.step}, and "
         f"{leaves[differing[0]][leaf]} on rank {differing[0]} after the broadcast; memory or "
         f"network of a host corrupted data: exclude that host, and restart from a checkpoint"
     )

@@ -16,6 +16,7 @@ from fddp.collectives.replicas.containers import containers_from_json, container
 from fddp.collectives.replicas.digest import bytes_of, digest_of
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.protocol.messages import AnyOf, Schema, decode
+from fddp.core.text import leaf_text
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
@@ -61,7 +62,7 @@ class Snapshot:
         converted = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
         for path, leaf in zip(treedef.paths, converted, strict=True):
             if not _is_plain(leaf):
-                check_dense(f"leaf {path!r}", leaf)
+                check_dense(leaf_text(path), leaf)
         return cls(converted, treedef, *_containers(tree, treedef.paths))
 
     def tree(self) -> Any:

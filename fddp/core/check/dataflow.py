@@ -18,6 +18,7 @@ from fddp.core.check.ordering import Order
 from fddp.core.check.symbolic import Algebra, Branch, Value
 from fddp.core.schedule.op import Buffer, Op
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.text import leaf_text
 
 
 class _Piece(NamedTuple):
@@ -274,7 +275,7 @@ class Flow:
         problem = explain(self._schedule.topology, got, expected)
         stop = min(piece.stop, self._numel)
         paths = paths_in(self._schedule, self._bucket, piece.start, stop)
-        leaves = f"leaf {paths[0]!r}"
+        leaves = leaf_text(paths[0])
         if len(paths) > 1:
             leaves = f"leaves {paths[0]!r} to {paths[-1]!r}"
         at.fail(
@@ -292,7 +293,7 @@ class Flow:
             end = piece.stop
         if end < self._numel:
             paths = paths_in(self._schedule, self._bucket, end, end + 1)
-            first = f"{end}, leaf {paths[0]!r}"
+            first = f"{end}, {leaf_text(paths[0])}"
             problem = f"no operation unpacks its elements from {first}; unpack every element"
             fail_bucket(self._schedule, self._bucket, problem)
 

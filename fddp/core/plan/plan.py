@@ -30,7 +30,7 @@ from fddp.core.plan.leaf import (
 )
 from fddp.core.plan.leaf import LeafSpec as LeafSpec
 from fddp.core.protocol.messages import Schema, decode, optional
-from fddp.core.tables import abridged, html_table, plain_table
+from fddp.core.tables import abridged, html_table, narrowed, plain_table
 from fddp.core.text import counted, size_text
 
 _FORMAT = "fddp.BucketPlan/1"  # name and version: the first field of every document
@@ -50,6 +50,7 @@ _SCHEMA: Schema = {
 _SHOWN_BUCKETS = 20
 _HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "size", "cap")
 _NUMERIC_COLUMNS = (0, 1, 6, 7)
+_PATH_COLUMNS = (2, 3)
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,8 +171,18 @@ class BucketPlan:
         )
 
     def __repr__(self) -> str:
-        table = plain_table(_HEADER, self._rows(), _NUMERIC_COLUMNS)
-        return f"BucketPlan: {summary(self)}\n{table}"
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the table of the buckets, whose paths are cut at the left to fit a width.
+
+        Args:
+            width: characters in a line; None to cut nothing.
+        """
+        rows = self._rows()
+        if width is not None:
+            rows = narrowed(_HEADER, rows, _PATH_COLUMNS, width)
+        return f"BucketPlan: {summary(self)}\n{plain_table(_HEADER, rows, _NUMERIC_COLUMNS)}"
 
     def _repr_html_(self) -> str:
         return html_table(f"BucketPlan: {summary(self)}", _HEADER, self._rows())

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fddp.core.protocol.messages import Schema, optional
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 from fddp.errors import FddpError, PlanMismatchError
 
 LEAVES: Schema = [(str, [int], str, optional([int]), str, bool)]
@@ -78,8 +78,8 @@ def leaf_difference(one: int, first: Sequence[Any], two: int, second: Sequence[A
 def _leaf(leaf: Sequence[Any]) -> str:
     path, shape, dtype, strides, device, sparse = leaf
     if dtype == "none":
-        return f"leaf {path!r}, which is None"
-    text = f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
+        return f"{leaf_text(path)}, which is None"
+    text = f"{leaf_text(path)} of shape {tuple(shape)}, {dtype} on {device}"
     text += f" with strides {tuple(strides)}" if strides else ""
     return f"{text}, declared sparse" if sparse else text
 

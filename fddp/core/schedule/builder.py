@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
+from fddp.core.keywords import suggest_keywords
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
@@ -12,6 +13,7 @@ from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
+from fddp.core.text import leaf_text, suggestion
 
 Algorithm = Literal["all_reduce", "hierarchical", "reduce_scatter", "all_gather"]
 
@@ -38,6 +40,7 @@ class _Chain(NamedTuple):
     unpacked: tuple[str, ...]  # axes that divide the unpacked region
 
 
+@suggest_keywords
 def make_schedule(
     plan: BucketPlan,
     topology: Topology | int,
@@ -196,7 +199,10 @@ def _check(
 ) -> None:
     for name, value, choice in ("algorithm", algorithm, Algorithm), ("scaling", scaling, Scaling):
         if value not in get_args(choice):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(choice))}, got {value!r}")
+            known = get_args(choice)
+            raise ValueError(
+                f"{name} must be one of {', '.join(known)}, got {value!r}{suggestion(value, known)}"
+            )
     if reduce_dtype not in (None, "float32", "float64"):
         raise ValueError(f"reduce_dtype must be float32 or float64, got {reduce_dtype!r}")
     if split_mb is not None and not 0 < split_mb < float("inf"):
@@ -228,9 +234,9 @@ def _check_deterministic(algorithm: str, scaling: str) -> None:
 def _check_virtual(plan: BucketPlan) -> None:
     if plan.local:
         raise ValueError(
-            f"leaf {plan.paths[plan.local[0]]!r} is in no bucket, and would keep the gradient of "
-            f"the virtual ranks of one rank, which depend on the number of ranks; reduce it too, "
-            f"or remove it from the tree"
+            f"{leaf_text(plan.paths[plan.local[0]])} is in no bucket, and would keep the gradient "
+            f"of the virtual ranks of one rank, which depend on the number of ranks; reduce it "
+            f"too, or remove it from the tree"
         )
 
 

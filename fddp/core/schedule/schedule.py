@@ -28,7 +28,7 @@ from fddp.core.schedule.sum_tree import SumTree
 from fddp.core.schedule.topology import Topology as Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.tables import abridged, html_table, plain_table
-from fddp.core.text import counted
+from fddp.core.text import counted, leaf_text
 
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
@@ -259,7 +259,7 @@ class Schedule:
             return f"bucket {bucket}, which is not in the plan"
         leaves, paths = self.plan.buckets[bucket].leaves, self.plan.paths
         if len(leaves) == 1:
-            return f"bucket {bucket}, leaf {paths[leaves[0]]!r}"
+            return f"bucket {bucket}, {leaf_text(paths[leaves[0]])}"
         return f"bucket {bucket}, leaves {paths[leaves[0]]!r} to {paths[leaves[-1]]!r}"
 
     def __repr__(self) -> str:

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.protocol.messages import decode
+from fddp.core.text import suggestion
 
 LinkAlgorithm = Literal["ring", "tree", "direct"]
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"]
@@ -327,4 +328,5 @@ def preset_or_model(cost: CostModel | str) -> CostModel:
         return PRESETS[cost]
     raise ValueError(
         f"cost must be a CostModel or one of the presets {', '.join(PRESETS)}, got {cost!r}"
+        f"{suggestion(cost, PRESETS)}"
     )
