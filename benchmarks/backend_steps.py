@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fddp  # noqa: F401 - registers the backend
 from benchmarks.bounds import Figure, at_most
 from benchmarks.competitors import LOCAL_MODULE, Contestant, local_module, of_module
-from benchmarks.measure import Ratio, Series, difference, exposed_ratio, measure, ratio, rounds_s
+from benchmarks.measure import Ratio, Series, added_ratio, difference, measure, ratio, rounds_s
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.scripts import numbers_table, options, publish
 from benchmarks.steps import WARM_UP, check_gradients
@@ -32,7 +32,7 @@ from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 
 FDDP, GLOO = "fddp", "gloo"
-EXPOSED = 0.5  # bound of fddp's exposed time, relative to gloo's
+ADDED = 0.5  # bound of fddp's added time, relative to gloo's
 _WORKLOADS = {name: WORKLOADS[name] for name in ("mlp", "transformer")}
 
 Group = dist.ProcessGroup
@@ -83,13 +83,13 @@ class Case:
     title: str
     series: dict[str, Series]
 
-    def exposed(self, wrapper: str, backend: str) -> Series:
+    def added(self, wrapper: str, backend: str) -> Series:
         """Its steps beyond the same round's local step."""
         return difference(self.series[_name(wrapper, backend)], self.series[LOCAL_MODULE])
 
-    def exposed_ratio(self, wrapper: str) -> Ratio:
-        """Exposed time over fddp, relative to that over gloo."""
-        return exposed_ratio(self.exposed(wrapper, FDDP), self.exposed(wrapper, GLOO))
+    def added_ratio(self, wrapper: str) -> Ratio:
+        """Added time over fddp, relative to that over gloo."""
+        return added_ratio(self.added(wrapper, FDDP), self.added(wrapper, GLOO))
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def _name(wrapper: str, backend: str) -> str:
 def figures(cases: dict[str, Case]) -> list[Figure]:
     """Figures with a bound."""
     return [
-        at_most(EXPOSED, "exposed, fddp / gloo", f"{name}, {wrapper}", case.exposed_ratio(wrapper))
+        at_most(ADDED, "added, fddp / gloo", f"{name}, {wrapper}", case.added_ratio(wrapper))
         for name, case in cases.items()
         for wrapper in WRAPPERS
     ]
@@ -153,8 +153,8 @@ def figures(cases: dict[str, Case]) -> list[Figure]:
 def _table(cases: Iterable[Case]) -> Table:
     table = numbers_table(
         "Steps over backends of torch.distributed, 2 ranks",
-        ("fddp", "gloo", "exposed, fddp", "exposed, gloo", "step, fddp / gloo"),
-        caption="ms: median of rounds; exposed: less the local step, round by round; ratios round "
+        ("fddp", "gloo", "added, fddp", "added, gloo", "step, fddp / gloo"),
+        caption="ms: median of rounds; added: less the local step, round by round; ratios round "
         "by round (lowest-highest)",
     )
     for case in cases:
@@ -162,8 +162,8 @@ def _table(cases: Iterable[Case]) -> Table:
         table.add_row(f"  {LOCAL_MODULE}", *[_ms(case.series[LOCAL_MODULE])] * 2)
         for wrapper in WRAPPERS:
             steps = [case.series[_name(wrapper, backend)] for backend in (FDDP, GLOO)]
-            exposed = [case.exposed(wrapper, backend) for backend in (FDDP, GLOO)]
-            table.add_row(f"  {wrapper}", *map(_ms, steps + exposed), ratio(*steps).text())
+            added = [case.added(wrapper, backend) for backend in (FDDP, GLOO)]
+            table.add_row(f"  {wrapper}", *map(_ms, steps + added), ratio(*steps).text())
     return table
 
 

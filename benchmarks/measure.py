@@ -74,11 +74,11 @@ def ratio(ours: Series, theirs: Series) -> Ratio:
     return spread(a / b for a, b in zip(ours.rounds_s, theirs.rounds_s, strict=True))
 
 
-def exposed_ratio(ours: Series, theirs: Series) -> Ratio:
+def added_ratio(ours: Series, theirs: Series) -> Ratio:
     """Ratios of times beyond a local step; infinite in a round in which theirs is noise.
 
     Example:
-        >>> exposed_ratio(Series((1.0, 1.0, 1.0)), Series((2.0, 4.0, -0.5)))
+        >>> added_ratio(Series((1.0, 1.0, 1.0)), Series((2.0, 4.0, -0.5)))
         Ratio(median=0.5, low=0.25, high=inf)
     """
     pairs = zip(ours.rounds_s, theirs.rounds_s, strict=True)

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from benchmarks.bounds import Figure, at_most, figures_table, to_values
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
-from benchmarks.measure import Ratio, Series, difference, exposed_ratio, ratio
+from benchmarks.measure import Ratio, Series, added_ratio, difference, ratio
 from benchmarks.passes import PASSES
 from benchmarks.scripts import numbers_table
 from fddp.core.text import counted
 
-_EXPOSED_FUNCTION = 0.20
-_EXPOSED_WRAPPER = 0.25
+_ADDED_FUNCTION = 0.20
+_ADDED_WRAPPER = 0.25
 _BUSY_LOAD = 1.0  # starting the ranks makes some, too
 
 
@@ -87,21 +87,21 @@ class ModelResult:
         """fddp's wrapper against DDP in the same mode, round by round."""
         return ratio(wrapper.series, self.entry(twin(wrapper.name)).series)
 
-    def exposed(self, entry: Entry) -> Series:
+    def added(self, entry: Entry) -> Series:
         """Its steps beyond the same round's local step of the same form."""
         local = LOCAL_MODULE if entry.form == "module" else LOCAL_FUNCTION
         return difference(entry.series, self.entry(local).series)
 
-    def exposed_versus_best(self, entry: Entry) -> Ratio:
+    def added_versus_best(self, entry: Entry) -> Ratio:
         """Overhead over the local step, relative to that of the best DDP mode, round by round.
 
         Infinite in a round in which the DDP mode had no overhead, which is noise.
         """
-        return self.to_best_exposed(self.exposed(entry))
+        return self.to_best_added(self.added(entry))
 
-    def to_best_exposed(self, series: Series) -> Ratio:
+    def to_best_added(self, series: Series) -> Ratio:
         """Times relative to the overhead of the best DDP mode, round by round."""
-        return exposed_ratio(series, self.exposed(self.best_ddp))
+        return added_ratio(series, self.added(self.best_ddp))
 
     def entry(self, name: str | None) -> Entry:
         """The contestant of that name."""
@@ -154,21 +154,21 @@ def figures(report: Report) -> list[Figure]:
     if report.quick:
         return []
     crowded = report.ranks > (os.cpu_count() or 1)
-    found = _crowded(report) if crowded else _exposed(report) + _over_gloo(report)
+    found = _crowded(report) if crowded else _added(report) + _over_gloo(report)
     return sorted(found, key=lambda figure: figure.what)
 
 
-def _exposed(report: Report) -> list[Figure]:
+def _added(report: Report) -> list[Figure]:
     found = []
     for name, model in report.models.items():
         for entry in model.entries:
             if entry.name == FDDP:
-                bound, what = _EXPOSED_FUNCTION, "exposed, function / best DDP"
+                bound, what = _ADDED_FUNCTION, "added, function / best DDP"
             elif entry.is_wrapper and not entry.name.endswith(OVER_GLOO):
-                bound, what = _EXPOSED_WRAPPER, "exposed, wrapper / best DDP"
+                bound, what = _ADDED_WRAPPER, "added, wrapper / best DDP"
             else:
                 continue
-            value = model.exposed_versus_best(entry)
+            value = model.added_versus_best(entry)
             found.append(at_most(bound, what, _case(name, entry), value))
     return found
 
@@ -284,9 +284,9 @@ def _model_values(model: ModelResult) -> dict[str, Any]:
 
 def _synced_values(model: ModelResult, entry: Entry) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "exposed_s": model.exposed(entry).median_s,
+        "added_s": model.added(entry).median_s,
         "step_ratio": model.versus_best(entry)._asdict(),
-        "exposed_ratio": model.exposed_versus_best(entry)._asdict(),
+        "added_ratio": model.added_versus_best(entry)._asdict(),
     }
     return values | ({"same_mode_ratio": model.versus_twin(entry)} if entry.is_wrapper else {})
 
@@ -295,8 +295,8 @@ def _model_table(model: ModelResult) -> Table:
     best = model.best_ddp.name
     table = numbers_table(
         f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
-        ("via", "step", "exposed", "step ratio", "exposed ratio"),
-        caption="ms: median of rounds (lowest-highest); exposed: step less local step in its form; "
+        ("via", "step", "added", "step ratio", "added ratio"),
+        caption="ms: median of rounds (lowest-highest); added: step less local step in its form; "
         f"{PASSES}: both passes over all gradients; ratios: round by round, to {best}",
     )
     for entry in model.entries:
@@ -305,12 +305,12 @@ def _model_table(model: ModelResult) -> Table:
             entry.name,
             "" if local else entry.transport,
             _ms(entry.series),
-            "" if local else f"{model.exposed(entry).median_s * 1e3:.1f}",
+            "" if local else f"{model.added(entry).median_s * 1e3:.1f}",
             "" if local else model.versus_best(entry).text(),
-            "" if local else model.exposed_versus_best(entry).text(),
+            "" if local else model.added_versus_best(entry).text(),
         )
     bound = f"{model.passes.median_s * 1e3:.1f}"
-    table.add_row(PASSES, "", "", bound, "", model.to_best_exposed(model.passes).text())
+    table.add_row(PASSES, "", "", bound, "", model.to_best_added(model.passes).text())
     return table
 
 

@@ -57,6 +57,19 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / unit_bytes:.4g} {name}"
 
 
+def time_text(time_s: float) -> str:
+    """Return a time with its unit.
+
+    Example:
+        >>> time_text(3.8795999e-05), time_text(0.0123), time_text(2.0), time_text(0.0)
+        ('38.8 us', '12.3 ms', '2 s', '0 s')
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if time_s >= unit:
+            return f"{time_s / unit:.3g} {name}"
+    return f"{time_s / 1e-9:.3g} ns" if time_s else "0 s"
+
+
 def unit_of(nbytes: float) -> tuple[str, int]:
     """Return the largest unit that is not above a number of bytes: its name, and its bytes.
 

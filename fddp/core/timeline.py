@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from fddp.core.tables import plain_table
+from fddp.core.timeline_svg import timeline_svg
 
 Interval: TypeAlias = tuple[float, float]
 """Start and end, in seconds."""
@@ -117,6 +118,17 @@ class Timeline:
             f"{self.hidden_fraction:.0%} hidden)"
         )
 
+    def _repr_svg_(self) -> str:
+        shown = {
+            lane: [
+                (span.label, span.start_s, span.end_s)
+                for span in self.spans
+                if span.lane == lane and span.end_s > span.start_s
+            ]
+            for lane in self.lanes
+        }
+        return timeline_svg([*shown.items()], self.backward_end_s, self.step_s, repr(self))
+
     def __str__(self) -> str:
         """Table of the lanes."""
         header = ("lane", "spans", "busy", "first start", "last end")
@@ -197,6 +209,9 @@ class StepTimes:
             0.75
         """
         return self.to_timeline().hidden_fraction
+
+    def _repr_svg_(self) -> str:
+        return self.to_timeline()._repr_svg_()
 
     def to_timeline(self, rank: int = 0) -> Timeline:
         """Return the step as a timeline that starts with backward.

@@ -61,3 +61,21 @@ def test_notebook_is_kept_with_small_outputs_and_links_that_resolve(path: Path) 
                 assert output.output_type != "error"
                 assert len(str(output)) < LARGEST_BYTES
     assert any(kinds(notebook)), "run: python -m tests.support.notebooks"
+
+
+RAW = re.compile(r"\b\w+=(?:\d+\.\d{6,}|\d[\d.]*e[+-]?\d+)")
+
+
+def test_the_pattern_of_raw_reprs() -> None:
+    assert RAW.search("Sample(nbytes=4, time_s=3.87e-05)")
+    assert RAW.search("CostModel(overlap=0.3799709803504337)")
+    assert not RAW.search("BucketPlan(cap_mb=1.5, leaves=3)")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_have_no_raw_reprs(path: Path) -> None:
+    """Numbers of values that are shown have few digits, and a unit."""
+    for cell in read(path).cells:
+        for output in cell.get("outputs", []):
+            shown = output.get("text", "") or output.get("data", {}).get("text/plain", "")
+            assert not RAW.search(shown), shown

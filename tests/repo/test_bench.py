@@ -92,7 +92,7 @@ def test_the_command_measures_and_writes(capfd: pytest.CaptureFixture[str], tmp_
             assert values["median_s"] > 0
             if contestant in SYNCHRONISED:
                 assert set(values["step_ratio"]) == {"median", "low", "high"}
-                assert isinstance(values["exposed_s"], float)
+                assert isinstance(values["added_s"], float)
             if contestant.endswith(OVER_GLOO):
                 assert values["transport"] == "c10d"
     assert [small["nbytes"] for small in written["small"]] == [4, 65536, 1048576]
@@ -186,17 +186,17 @@ TINY = ModelResult(
 )
 
 
-def test_exposed_time_is_step_less_local_step() -> None:
+def test_added_time_is_step_less_local_step() -> None:
     assert TINY.best_ddp.name == "DDP static"
     assert TINY.versus_best(TINY.entry(FDDP)) == (1.0, 0.5, 2.0)
-    assert TINY.exposed(TINY.entry(FDDP)).rounds_s == (2.0, 1.0, 1.0)
-    assert TINY.exposed(TINY.best_ddp).rounds_s == (1.0, 2.0, 5.0)
-    assert TINY.exposed_versus_best(TINY.entry(FDDP)) == (0.5, 0.2, 2.0)
+    assert TINY.added(TINY.entry(FDDP)).rounds_s == (2.0, 1.0, 1.0)
+    assert TINY.added(TINY.best_ddp).rounds_s == (1.0, 2.0, 5.0)
+    assert TINY.added_versus_best(TINY.entry(FDDP)) == (0.5, 0.2, 2.0)
     assert TINY.versus_twin(TINY.entry("fddp.DDP default")) == (0.3, 0.3, 0.3)
 
 
 def test_the_memory_passes_are_relative_to_what_ddp_adds() -> None:
-    assert TINY.to_best_exposed(TINY.passes) == (0.25, 0.2, 0.5)
+    assert TINY.to_best_added(TINY.passes) == (0.25, 0.2, 0.5)
 
 
 def _passes(rank: int, world_size: int) -> list[list[float]]:
@@ -214,15 +214,15 @@ def test_the_memory_passes_pack_and_reduce_all_gradients(ranks: RankPool) -> Non
 def test_a_round_in_which_ddp_added_nothing_proves_nothing() -> None:
     fast = entry("DDP static", "module", True, 0.9, 1.0, 1.5)
     model = ModelResult("tiny", 1, 1, 1, (*TINY.entries[:-1], fast), TINY.passes)
-    assert model.exposed_versus_best(model.entry(FDDP)) == (math.inf, 2.0, math.inf)
+    assert model.added_versus_best(model.entry(FDDP)) == (math.inf, 2.0, math.inf)
 
 
 def test_figures_are_computed_not_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     found = figures(Report(2, 3, 0.0, {"tiny": TINY}, ()))
     assert [(f.what, f.case, f.value, f.bound, f.reached) for f in found] == [
-        ("exposed, function / best DDP", "tiny", 0.5, 0.20, False),
-        ("exposed, wrapper / best DDP", "tiny, default", 0.25, 0.25, True),
+        ("added, function / best DDP", "tiny", 0.5, 0.20, False),
+        ("added, wrapper / best DDP", "tiny, default", 0.25, 0.25, True),
         ("step over gloo, function / best DDP", "tiny", 2.0, 1.0, False),
     ]
     crowded = figures(Report(4, 3, 0.0, {"tiny": TINY}, ()))
@@ -294,11 +294,11 @@ def test_collectives_of_open_mpi_have_a_figure() -> None:
     assert [(f.what, f.value, f.reached) for f in found] == [("MPI / fddp", 0.5, False)]
 
 
-def test_exposed_steps_of_a_backend_are_beyond_the_local_step() -> None:
+def test_added_steps_of_a_backend_are_beyond_the_local_step() -> None:
     times = {LOCAL_MODULE: 1.0, "DDP, fddp": 2.0, "DDP, gloo": 5.0}
     case = backend_steps.Case("tiny", {name: Series((s, s)) for name, s in times.items()})
-    assert case.exposed("DDP", "gloo").rounds_s == (4.0, 4.0)
-    assert case.exposed_ratio("DDP") == (0.25, 0.25, 0.25)
+    assert case.added("DDP", "gloo").rounds_s == (4.0, 4.0)
+    assert case.added_ratio("DDP") == (0.25, 0.25, 0.25)
 
 
 # DDP, replicate, fddp

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.protocol.messages import decode
-from fddp.core.text import suggestion
+from fddp.core.text import counted, size_text, suggestion, time_text
 
 LinkAlgorithm = Literal["ring", "tree", "direct"]
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"]
@@ -60,6 +60,12 @@ class Sample(NamedTuple):
     time_s: float
     busy: bool = False
 
+    def __repr__(self) -> str:
+        return (
+            f"Sample({self.kind} of {size_text(self.nbytes)} on {counted(self.ranks, 'rank')}, "
+            f"{'in' if self.busy else 'outside of'} backward: {time_text(self.time_s)})"
+        )
+
 
 class Factors(NamedTuple):
     """Factors of alpha and beta in the cost of a collective."""
@@ -68,7 +74,7 @@ class Factors(NamedTuple):
     share: float  # fraction of the group's buffer that each rank sends; each byte costs beta
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CostModel:
     """Cost of collectives over one kind of link.
 
@@ -90,6 +96,8 @@ class CostModel:
         '0.00606'
         >>> CostModel.from_json(cost.to_json()) == cost
         True
+        >>> cost
+        CostModel(ring, 10 us a step, 1 GB/s, overlap 1)
     """
 
     alpha_s: float
@@ -107,6 +115,12 @@ class CostModel:
                 f"overlap must be a number from {1 / MOST_S:.0e} to 1, got {self.overlap!r}"
             )
         _check_algorithm(self.algorithm)
+
+    def __repr__(self) -> str:
+        beta = self.beta_s_per_byte
+        rate = f"{1e-9 / beta:.3g} GB/s" if beta else "unlimited bandwidth"
+        step = f"{time_text(self.alpha_s)} a step"
+        return f"CostModel({self.algorithm}, {step}, {rate}, overlap {self.overlap:.3g})"
 
     def time_s(self, kind: CollectiveKind, nbytes: float, ranks: int) -> float:
         """Return the time in seconds of a collective outside of backward.
@@ -133,7 +147,7 @@ class CostModel:
 
         Example:
             >>> CostModel.worst([CostModel(1e-5, 1e-9), CostModel(1e-6, 1e-8, overlap=0.5)])
-            CostModel(alpha_s=1e-05, beta_s_per_byte=1e-08, algorithm='ring', overlap=0.5)
+            CostModel(ring, 10 us a step, 0.1 GB/s, overlap 0.5)
         """
         return cls(
             max(model.alpha_s for model in models),
