@@ -82,17 +82,35 @@ def test_no_name_is_documented_twice() -> None:
     assert len(DOCUMENTED) == len(set(DOCUMENTED))
 
 
+#: words that users of DDP search for
+SEARCHED = (
+    *("mixed precision", "autocast", "syncbatchnorm", "clip", "accumulation", "micro-batches"),
+    *("slow ranks", "straggler", "timeout", "torch.compile", "checkpoint", "freeze", "sparse"),
+    *("nan", "hooks", "uneven", "low-communication", "tensorboard", "unused", "shared memory"),
+)
+
+
 def test_every_page_is_in_the_navigation() -> None:
-    """Notebooks are found by a pattern."""
+    """Once, and the sidebar has 25 entries in four groups. Notebooks are found by a pattern."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    listed = [entry for page in pages for entry in _navigation(page)]
+    assert len(listed) == len(set(listed))
+    wanted = {path for path in pages if path != ROOT / "docs/index.md"}
+    wanted |= {ROOT / name for name in ("notebooks/*", "CONTRIBUTING.md", "CHANGELOG.md")}
+    assert set(listed) == wanted
     index = read("docs/index.md")
-    lists = re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
-    listed = {line for block in lists for line in block.splitlines() if line[:1] not in (":", "")}
-    pages = {
-        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
-        for path in (ROOT / "docs").rglob("*.md")
-    }
-    assert pages - {"index"} == {name for name in listed if not name.startswith("../")}
-    assert {"../notebooks/*", "../CONTRIBUTING", "../CHANGELOG"} <= listed
+    groups = re.findall(r"^:caption: (\w+)$", index, re.MULTILINE)
+    assert groups == ["Start", "Tasks", "Concepts", "Reference"]
+    assert len(_navigation(ROOT / "docs/index.md")) <= 25
+
+
+def _navigation(page: Path) -> list[Path]:
+    """Files that the page lists below itself."""
+    lists = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = [line for block in lists for line in block.splitlines() if line[:1] not in (":", "")]
+    return [
+        (page.parent / (name if name.endswith("*") else f"{name}.md")).resolve() for name in names
+    ]
 
 
 @pytest.mark.nightly
@@ -108,6 +126,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
         index["docnames"]
     )
     assert "straggler" in index["terms"]
+    headings = "\n".join(index["alltitles"]).lower()  # which the search puts first
+    assert not [word for word in SEARCHED if word not in headings]
 
 
 @pytest.mark.nightly

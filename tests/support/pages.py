@@ -66,7 +66,7 @@ PAGES = (
     "CHANGELOG.md",
 )
 
-_FENCE = re.compile(r"^```(\w*)$")
+_FENCE = re.compile(r"^```([\w{}-]*)$")
 _OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
