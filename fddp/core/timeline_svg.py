@@ -51,5 +51,6 @@ def timeline_svg(
     for x, time_s in ((_LEFT, 0.0), (backward_x, backward_end_s), (step_x, step_s)):
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="22" y2="{bottom}" stroke="#444444"/>')
         if time_s in (0.0, step_s) or step_x - backward_x > 50.0:
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 14}">{time_s * 1e3:.2f} ms</text>')
+            at = f'x="{x:.1f}" y="{bottom + 14}" text-anchor="middle"'
+            parts.append(f"<text {at}>{time_s * 1e3:.2f} ms</text>")
     return "".join([*parts, "</svg>"])

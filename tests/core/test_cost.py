@@ -182,6 +182,15 @@ def test_bad_json() -> None:
         CostModel.from_json(CostModel(1.0, 1.0).to_json().replace('"ring"', '"star"'))
 
 
+def test_reprs_have_units() -> None:
+    assert repr(PRESETS["ethernet-10g"]) == "CostModel(ring, 35 us a step, 1.25 GB/s, overlap 1)"
+    assert (
+        repr(CostModel(0.0, 0.0)) == "CostModel(ring, 0 s a step, unlimited bandwidth, overlap 1)"
+    )
+    sample = Sample("all_gather", 2048, 3, 3.8795999e-05, busy=True)
+    assert repr(sample) == "Sample(all_gather of 2 KiB on 3 ranks, in backward: 38.8 us)"
+
+
 def test_presets_are_in_order() -> None:
     by_rate = sorted(PRESETS, key=lambda name: PRESETS[name].beta_s_per_byte, reverse=True)
     assert by_rate == [

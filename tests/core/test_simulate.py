@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -443,6 +444,19 @@ def test_bad_arguments() -> None:
 
 
 # Timelines
+
+
+def test_a_notebook_draws_a_timeline() -> None:
+    """A bar for each span of some length, with its time; the rest after backward is shaded."""
+    timeline = simulate(two_leaves(), CostModel(1e-3, 1e-9), [0.010, 0.001])
+    measured = StepTimes((BucketTimes(0, 4, 11.0, 11.0, 13.0),), 10.0, 12.5, 13.0)
+    for shown, steps in ((timeline, timeline), (measured, measured.to_timeline())):
+        root = ElementTree.fromstring(shown._repr_svg_())
+        texts = [element.text for element in root.iter() if element.text]
+        bars = [span for span in steps.spans if span.end_s > span.start_s]
+        assert len([text for text in texts if " to " in text]) == len(bars) >= 2
+        assert repr(steps) in texts
+        assert {*steps.lanes} <= {*texts}
 
 
 def test_chrome_trace() -> None:

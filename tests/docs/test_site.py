@@ -118,6 +118,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="pip install fddp[docs]")
     strict = ["--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
     run_python("-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path))
+    assert (tmp_path / "docs/index.html").exists()
+    assert "open build/docs/docs/index.html" in read("Makefile")
     gradients = (tmp_path / "docs/reference/gradients.html").read_text("utf-8")
     assert 'id="fddp.GradSync.value_and_grad"' in gradients
     found = (tmp_path / "searchindex.js").read_text("utf-8")
