@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick nightly bits mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick nightly bits mutants lag-mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Four workers, because many tests wait: for processes to start, or for each other.
 test: lint
@@ -136,6 +136,10 @@ bits: $(INSTALLED)
 # ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
 mutants: $(INSTALLED)
 	$(RUN) -m tests.mutants $(ARGS)
+
+# Those that leave out a wait or a reference on the path of devices.
+lag-mutants: $(INSTALLED)
+	$(RUN) -m tests.mutants 'lag-*' $(ARGS)
 
 # Mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)

@@ -34,6 +34,7 @@ def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]
     try:
         yield
     except BaseException as error:
+        steps.await_abort()
         if _is_expected(steps, forward, step):
             _report(ddp, steps, forward, error, forward.rounds - done)
         raise

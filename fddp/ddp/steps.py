@@ -52,6 +52,7 @@ from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
 from fddp.transport.torch_private import is_foreign
 
+_ABORT_S = 0.05
 _COMPILED = (
     "compiled autograd runs a backward pass of a DistributedDataParallel, and calls none of the "
     "hooks by which it averages gradients; run backward without compiled autograd, or call it "
@@ -304,8 +305,18 @@ class Steps:
             is_owed = self.is_suspended or (passes.is_aborted and passes.is_required)
             return (is_owed or self.runner.step is not None) and not passes.is_queued
 
+    def await_abort(self) -> None:
+        """Wait until the threads of devices have freed a backward pass that raised an error, which
+        they do a moment after it was raised here. Has no effect within a pass."""
+        until_s = time.perf_counter() + _ABORT_S
+        while self.passes.is_queued and current_graph_task_id() < 0:
+            if time.perf_counter() > until_s:
+                return  # another thread runs the pass
+            time.sleep(1e-5)
+
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
+        self.await_abort()
         if not self.is_open or (self.runner.step is None and not self.passes.is_aborted):
             return
         with self.lock:

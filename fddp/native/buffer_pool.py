@@ -4,7 +4,9 @@
 A synchronisation returns views of bucket memory. Each view has a storage of its own that keeps the
 bucket's memory alive. A buffer is reused only when the pool is the only owner of its storage. In a
 typical loop two buffers alternate for each bucket, as the gradients of one step are still held when
-the next begins. A loop that donates or drops its gradients before the next step needs one.
+the next begins. A loop that donates or drops its gradients before the next step needs one. On an
+accelerator, the stream that takes a buffer first waits for those that had released it: they may
+still read it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from fddp.native import extension
 from fddp.native.pack import storage_use_count
 
+_WITHOUT_STREAMS = ("cpu", "meta")
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
 #: Allocator of `numel` elements of a dtype on a device.
@@ -38,6 +41,7 @@ class BufferPool:
         self._released: dict[Hashable, list[Tensor]] = {}
         self._first_free: Callable[..., int] = extension.load().first_free
         self._live_views: Any = extension.load().LiveViews()
+        self._streams: dict[Hashable, set[torch.Stream]] = {}  # by key, on which it was released
 
     def acquire(
         self,
@@ -56,6 +60,7 @@ class BufferPool:
         if released:
             position = self._first_free(released, numel, dtype, device)
             if position >= 0:
+                self._await_streams(key, device)
                 return released.pop(position)
         return (allocate or self._allocate)(numel, dtype, device)
 
@@ -65,12 +70,23 @@ class BufferPool:
         if released is None:
             released = []
             if self._max_keys is not None and len(self._released) >= self._max_keys:
-                del self._released[next(iter(self._released))]
+                oldest = next(iter(self._released))
+                del self._released[oldest]
+                self._streams.pop(oldest, None)
         self._released[key] = released  # the last key is the most recent
         released.append(buffer)
         if len(released) > _KEPT:
             del released[0]
         self._live_views.add(buffer)
+        if buffer.device.type not in _WITHOUT_STREAMS:
+            stream = torch.accelerator.current_stream(buffer.device)
+            self._streams.setdefault(key, set()).add(stream)
+
+    def _await_streams(self, key: Hashable, device: torch.device) -> None:
+        if key in self._streams:
+            current = torch.accelerator.current_stream(device)
+            for stream in self._streams[key] - {current}:
+                current.wait_stream(stream)
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
         """Return the last released buffer if `is_free(buffer)`, even if views of it are in use;
@@ -78,6 +94,7 @@ class BufferPool:
         released = self._released.get(key, [])
         if not (released and is_free(released[-1])):
             return None
+        self._await_streams(key, released[-1].device)
         # The caller keeps this buffer, so the key needs no other.
         return self._released.pop(key)[-1]
 

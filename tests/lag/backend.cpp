@@ -160,6 +160,12 @@ class LagBackend final : public c10d::Backend {
     const auto device = outputs.at(0).device();
     auto& stream = streams_.try_emplace(device.index(), new_stream(device)).first->second;
     hold(stream, end_of(current_stream(device.index())));
+    if (last_) {
+      hold(stream, *last_); // gloo matches the operations of ranks by their order
+    }
+    for (int i = 0; i < 20; ++i) {
+      issue(stream, [] {}); // each with a delay: a network is slow
+    }
     Tensors kept = outputs;
     kept.insert(kept.end(), inputs.begin(), inputs.end());
     auto work = c10::make_intrusive<LagWork>(stream, std::move(outputs), std::move(kept));
@@ -171,6 +177,7 @@ class LagBackend final : public c10d::Backend {
       }
     });
     work->begun();
+    last_ = end_of(stream);
     return work;
   }
 
@@ -180,6 +187,7 @@ class LagBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::unordered_map<int, c10::Stream> streams_;
+  std::optional<Moment> last_; // the end of the operation that was issued last
 };
 
 } // namespace

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import lag
+from tests.lag.rank import slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,9 +63,56 @@ def sent_from_pinned_memory(device: torch.device, *, keeps: bool) -> torch.Tenso
     return result
 
 
+def bucket_of_several_streams(device: torch.device, *, waits: bool) -> torch.Tensor:
+    """A bucket that two streams fill, and a third one reduces after it has waited for the last of
+    them only: https://github.com/deepspeedai/DeepSpeed/issues/8061."""
+    bucket = torch.empty(200, device=device)
+    first, last, reducing = (torch.Stream(device=device) for _ in range(3))
+    for number, stream in enumerate((first, last)):
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            grad = torch.full((100,), 1.0, device=device)
+            for _ in range(10 - 9 * number):
+                grad = grad * 1
+            bucket[100 * number : 100 * (number + 1)].copy_(grad)
+    reducing.wait_stream(last)
+    if waits:
+        reducing.wait_stream(first)
+    with reducing:
+        total = bucket * 2
+    return _settled(total)
+
+
+def hook_on_another_stream(device: torch.device, *, waits: bool) -> torch.Tensor:
+    """A hook that sends a gradient on a stream of its own, when the operations that accumulate it
+    were issued, not done."""
+    leaf = torch.full((100,), 1.0, device=device, requires_grad=True)
+    sending, sent = torch.Stream(device=device), []
+
+    def send(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        if waits:
+            sending.wait_stream(torch.accelerator.current_stream())
+        with sending:
+            sent.append(leaf.grad * 2)
+
+    leaf.register_post_accumulate_grad_hook(send)
+    slow(leaf).sum().backward()
+    return _settled(sent[0])
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of another stream, once all streams are idle."""
+    torch.accelerator.synchronize()
+    tensor.record_stream(torch.accelerator.current_stream())
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("run", "name", "expected"),
     [
+        (bucket_of_several_streams, "waits", 400.0),
+        (hook_on_another_stream, "waits", 200.0),
         (on_a_side_stream, "waits", 1100.0),
         (freed_while_in_use, "records", 100.0),
         (sent_from_pinned_memory, "keeps", 100.0),

@@ -11,21 +11,21 @@ import torch.distributed as dist
 import fddp
 from tests import lag
 from tests.lag import scenarios
+from tests.lag.rank import SMALL, Rank
 from tests.support.models import batch, mlp, mlp_loss
 
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
 
 
-def run_on_rank(rank: int, world_size: int, *args: Any) -> Any:
-    return scenarios.run(rank, *args)
+def run_on_rank(rank: int, world_size: int, *args: Any) -> None:
+    scenarios.run(rank, *args)
 
 
 def check(
     ranks: RankPool, names: tuple[str, ...], device_type: str, seeds: range = range(1)
 ) -> None:
-    for errors in ranks.run(2, run_on_rank, names, device_type, seeds, timeout_s=600):
-        assert errors == {}
+    ranks.run(2, run_on_rank, names, device_type, seeds, timeout_s=280)
 
 
 def test_all_results_are_those_of_the_cpu(ranks: RankPool, lagging: torch.device) -> None:
@@ -48,9 +48,9 @@ def test_on_a_gpu(ranks: RankPool, name: str) -> None:
 def waits_on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     waits = lag.load()
     group = dist.new_group(backend="cpu:gloo,lag:lag")
-    own = scenarios.Rank(rank, group, torch.device("lag", 0))
+    own = Rank(rank, group, torch.device("lag", 0))
     params, x = own.put(mlp()), own.put(batch(rank, 0))
-    with fddp.GradSync(params, group=group, **scenarios.SMALL) as sync:
+    with fddp.GradSync(params, group=group, **SMALL) as sync:
         plain, informed = (sync.value_and_grad(mlp_loss, with_info=flag) for flag in (False, True))
         for _ in range(2):
             plain(params, x)

@@ -2,7 +2,8 @@
 
 A line `@ FILE` starts the mutants of a file, and `# NAME TEST ...` one of them, with the tests that
 kill it. Lines with `-` are a text that occurs once in the file, and lines with `+` the text in its
-place. Lines with `%` are remarks.
+place. Lines with `%` are remarks. A test without a slash is a scenario on the device that lags,
+with the delays of 20 seeds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+SCENARIO = "tests/lag/test_steps.py::test_with_other_delays[{}]"
 
 
 class Mutant(NamedTuple):
@@ -22,7 +24,7 @@ class Mutant(NamedTuple):
         file: path of the changed file in the repository.
         old: text that occurs once in the file.
         new: text in its place.
-        tests: test files of which one must fail.
+        tests: test files, or tests, of which one must fail.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Mutant(NamedTuple):
         count = path.read_text().count(self.old) if path.exists() else 0
         if count != 1 or self.old == self.new:
             return f"the text occurs {count} times in {self.file}"
-        gone = [test for test in self.tests if not (tree / test).exists()]
+        gone = [test for test in self.tests if not (tree / test.partition("::")[0]).exists()]
         return f"no test {gone[0]}" if gone else "" if self.tests else "it names no test"
 
 
@@ -64,6 +66,7 @@ def read(text: str) -> Iterator[Mutant]:
             name, lines = "", {"-": [], "+": []}
             if mark == "#":
                 name, *tests = rest.split()
+                tests = [test if "/" in test else SCENARIO.format(test) for test in tests]
             else:
                 file = rest.strip()
 

@@ -19,7 +19,9 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
-_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", "-rfE")
+_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "-rfE")
+_OF_FILES = ("--timeout", "120")
+_OF_TESTS = ("--timeout", "290", "-m", "")  # also those of `make nightly`
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 
@@ -115,7 +117,8 @@ class Workshop:
     def _failing_test(self, tests: Sequence[str]) -> str:
         """Return the first test that fails; "" if all pass."""
         commands: IO[str] = self._nursery.stdin
-        print(json.dumps([*_ARGUMENTS, *tests]), file=commands, flush=True)
+        further = _OF_TESTS if any("::" in test for test in tests) else _OF_FILES
+        print(json.dumps([*_ARGUMENTS, *further, *tests]), file=commands, flush=True)
         status, output = json.loads(self._nursery.stdout.readline())
         found = _FAILED.search(output)
         return "" if status == 0 else found[1] if found else f"pytest ended with {status}"

@@ -51,6 +51,11 @@ def test_each_is_in_one_file_for_them() -> None:
     assert sum(map(len, used.values())) == len(set().union(*used.values()))
 
 
+def test_cuda_is_named_in_one_file() -> None:
+    found = {module for module, path in MODULES.items() if "torch.cuda" in path.read_text()}
+    assert found == {"transport.c10d.nccl"}
+
+
 @pytest.mark.slow
 def test_the_table_of_the_docs_names_them() -> None:
     lines = read("docs/dependencies.md").splitlines()

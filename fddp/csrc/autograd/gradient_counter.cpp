@@ -230,8 +230,6 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
 }
 
 at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
-  const c10::MultiStreamGuard guard(home_);
-  wait_for_streams(bucket);
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;

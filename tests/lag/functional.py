@@ -1,0 +1,457 @@
+"""What the functional interface does on a device, each compared with one process on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import fddp
+from fddp import periodic
+from fddp.tree.pytree import tree_map
+from tests.lag.rank import SMALL, Rank, means, slow
+from tests.support.models import batch, mean_gradients, mlp, mlp_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def value_and_grad(rank: Rank) -> None:
+    """Buckets sent within backward, with and without information."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step, informed = (sync.value_and_grad(mlp_loss, with_info=flag) for flag in (False, True))
+        for number in range(3):
+            _, grads = step(params, rank.put(batch(rank.number, number)))
+            _, again, info = informed(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number))
+            rank.check(again, means(number))
+            assert info.all_finite
+
+
+def mean_of_gradients(rank: Rank) -> None:
+    """Gradients that exist, weighted."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        for number in range(3):
+            grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            result = sync(grads, weight=rank.number + 1.0)
+            del grads
+            rank.check(result, means(number, weights=(1.0, 2.0)))
+
+
+def branches(p: Any, x: Tensor) -> Tensor:
+    """Loss of layers side by side."""
+    total = x
+    for layer in p.values():
+        total = total + torch.tanh(x @ layer["weight"] + layer["bias"])
+    return total.square().mean()
+
+
+def on_streams(streams: tuple[torch.Stream, ...]) -> Callable[[Any, Tensor], Tensor]:
+    """As `branches`, with the first layers on other streams."""
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        total = x
+        for number, layer in enumerate(p.values()):
+            stream = streams[number] if number < len(streams) else current
+            stream.wait_stream(current)
+            with stream:
+                y = torch.tanh(x @ layer["weight"] + layer["bias"])
+                y = y if stream == current else slow(y)
+            y.record_stream(current)
+            current.wait_stream(stream)
+            total = total + y
+        return total.square().mean()
+
+    return loss_fn
+
+
+def several_streams(rank: Rank) -> None:
+    """Gradients computed on several streams, by bucket or together in one."""
+    params = rank.put(mlp())
+    streams = tuple(torch.Stream(device=rank.device) for _ in range(3))
+    caps: list[dict[str, Any]] = [SMALL, {"bucket_cap_mb": 1.0, "first_bucket_mb": 1.0}]
+    for cap in caps:
+        with fddp.GradSync(params, group=rank.group, **cap) as sync:
+            step = sync.value_and_grad(on_streams(streams))
+            for number in range(3):
+                _, grads = step(params, rank.put(batch(rank.number, number)))
+                rank.check(grads, means(number, loss=branches))
+
+
+def late_gradients(rank: Rank) -> None:
+    """A leaf that is used in two checkpoints, whose second gradient comes after its bucket left."""
+    params = rank.put(mlp(layers=2))
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        def layer(h: Tensor) -> Tensor:
+            return torch.tanh(h @ p["layer1"]["weight"] + p["layer1"]["bias"])
+
+        def run(h: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=True)
+
+        h = run(x @ p["layer0"]["weight"] + p["layer0"]["bias"])
+        return run(h).square().mean()
+
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(loss_fn)
+        for number in range(3):
+            _, grads = step(params, rank.put(batch(rank.number, number)))
+            inputs = [(batch(other, number),) for other in range(2)]
+            rank.check(grads, mean_gradients(loss_fn, mlp(layers=2), inputs, [1.0, 1.0]))
+
+
+def sparse(rank: Rank) -> None:
+    """A sparse leaf beside a dense one."""
+    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
+    params = rank.put(host)
+
+    def loss_fn(p: Any, index: Tensor) -> Tensor:
+        rows = nn.functional.embedding(index, p["table"], sparse=True)
+        return (rows * p["w"]).square().sum()
+
+    def dense(p: Any, index: Tensor) -> Tensor:
+        return (p["table"][index] * p["w"]).square().sum()
+
+    indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
+    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
+        for _ in range(2):
+            _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
+            grads["table"] = grads["table"].to_dense()
+            expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
+            rank.check(grads, expected, 1e-9)
+
+
+def shards(rank: Rank) -> None:
+    """A reduce-scatter and an all-gather of gradients."""
+    params = rank.put(mlp())
+    sharded: dict[str, Any] = {"algorithm": "reduce_scatter", **SMALL}
+    with fddp.GradSync(params, group=rank.group, **sharded) as sync:
+        for number in range(3):
+            grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            part = sync.reduce_scatter(grads)
+            del grads
+            rank.check(sync.all_gather(part), means(number))
+
+
+def reduced_in_another_dtype(rank: Rank) -> None:
+    """Buckets of a dtype other than that of their leaves."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, reduce_dtype=torch.float32, **SMALL) as sync:
+        for number in range(3):
+            _, grads = sync.value_and_grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number), 1e-6)
+
+
+def several_dtypes(rank: Rank) -> None:
+    """Leaves of bfloat16, of another memory order, complex and conjugate ones, and None."""
+    host = {
+        "half": torch.full((300,), 3.0, dtype=torch.bfloat16),
+        "float": torch.arange(6.0).reshape(2, 3).T,
+        "complex": torch.full((4,), 1 + 2j).conj(),
+        "none": None,
+    }
+    grads, params = rank.put(host), rank.put({**host, "none": torch.zeros(2)})
+    with fddp.GradSync(params, group=rank.group, reduce_dtype=torch.float32) as sync:
+        for _ in range(3):
+            result, info = sync(grads, with_info=True)
+            rank.check(result, {**host, "complex": host["complex"].resolve_conj()})
+            assert info.grad_norm is not None
+            assert abs(info.grad_norm - (300 * 9 + 55 + 20) ** 0.5) < 1e-3, info.grad_norm
+
+
+def not_finite(rank: Rank) -> None:
+    """A NaN on one rank, which is reported on both."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, nonfinite="raise", **SMALL) as sync:
+        grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, 0)))
+        rank.check(sync(grads), means(0))
+        if rank.number == 1:
+            grads["layer1"]["bias"] = grads["layer1"]["bias"] * float("nan")
+        try:
+            sync(grads)
+        except fddp.NonFiniteError as error:
+            assert "layer1.bias" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("a NaN passed")
+
+
+def compressed(rank: Rank) -> None:
+    """Hooks of the library, compared with what they give on the CPU."""
+    host = mlp()
+    params = rank.put(host)
+    for hook, within in (
+        (fddp.hooks.cast(torch.float16), 1e-2),
+        (fddp.hooks.power_sgd(rank=2), 1e-6),
+        (fddp.hooks.int8(), 1e-1),
+    ):
+        options: dict[str, Any] = {"group": rank.group, "hook": hook, **SMALL}
+        with fddp.GradSync(params, **options) as sync, fddp.GradSync(host, **options) as other:
+            state, other_state = sync.init_state(), other.init_state()
+            for number in range(3):
+                x = batch(rank.number, number)
+                _, grads, state = sync.value_and_grad(mlp_loss)(
+                    params, rank.put(x), hook_state=state
+                )
+                _, expected, other_state = other.value_and_grad(mlp_loss)(
+                    host, x, hook_state=other_state
+                )
+                rank.check(grads, expected, within)
+
+
+def operators(rank: Rank) -> None:
+    """Collectives and their derivatives."""
+    for number in range(3):
+        x = rank.put(batch(rank.number, number))
+        both = torch.stack([batch(0, number), batch(1, number)])
+        rank.check(fddp.pmean(x * 2, rank.group), both.mean(0) * 2)
+        rank.check(fddp.psum(x * 2, rank.group), both.sum(0) * 2)
+        rank.check(fddp.pmax(x * 2, rank.group), both.amax(0) * 2)
+        rank.check(fddp.all_gather(x * 2, rank.group), both * 2)
+        rank.check(fddp.reduce_scatter(x[:2] * 2, rank.group), both.sum(0)[rank.number] * 2)
+        swapped = torch.stack([part.view(2, 2, 8)[rank.number] for part in both])
+        rank.check(fddp.all_to_all((x * 2).view(2, 2, 8), rank.group), swapped * 2)
+        rank.check(fddp.broadcast_from(x * 2, 1, rank.group), both[1] * 2)
+        grad = torch.func.grad(lambda v: fddp.pmean(v**2, rank.group).sum())(x)
+        rank.check(grad, 2 * batch(rank.number, number))
+        rank.check(fddp.broadcast({"x": x * 2}, group=rank.group), {"x": both[0] * 2})
+
+
+def closed_in_flight(rank: Rank) -> None:
+    """A step that fails with buckets in flight, and a closed sync."""
+    params = rank.put(mlp())
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("in backward")
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        first, *others = p.values()
+        x = Fails.apply(torch.tanh(x @ first["weight"] + first["bias"]))
+        for layer in others:
+            x = torch.tanh(x @ layer["weight"] + layer["bias"])
+        return x.square().mean()
+
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        for number in range(2):
+            try:
+                sync.value_and_grad(loss_fn)(params, rank.put(batch(rank.number, number)))
+            except ArithmeticError:
+                pass
+            else:
+                raise AssertionError("no error")
+            _, grads = sync.value_and_grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number))
+
+
+def held(rank: Rank) -> None:
+    """Results that are held while later steps run, also through a handle, and donated ones."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        results = []
+        for number in range(4):
+            handle = sync.start(
+                torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            )
+            rank.overwrite_free()
+            results.append(handle.wait())
+        for number, result in enumerate(results):
+            rank.check(result, means(number))
+        sync.donate(results.pop())
+        _, grads = sync.value_and_grad(mlp_loss)(params, rank.put(batch(rank.number, 4)))
+        rank.check(grads, means(4))
+
+
+def micro_batches(rank: Rank) -> None:
+    """Gradients of an earlier micro-batch."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for number in range(3):
+            first = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            earlier = tree_map(lambda leaf: leaf * 2, first)
+            del first
+            _, grads = step(
+                params, rank.put(batch(rank.number, number + 1)), accumulated=(earlier, 2.0)
+            )
+            del earlier
+            both = tree_map(lambda a, b: (2 * a + b) / 3, means(number), means(number + 1))
+            rank.check(grads, both)
+
+
+def uneven(rank: Rank) -> None:
+    """A rank that has fewer batches."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        batches = [rank.put(batch(rank.number, number)) for number in range(2 + rank.number)]
+        for number, x in enumerate(fddp.uneven(batches, sync)):
+            _, grads = step(params, x)
+            rank.check(grads, means(number, weights=(float(number < 2), 1.0)))
+
+
+def deterministic(rank: Rank) -> None:
+    """Sums along a tree."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, deterministic=True, **SMALL) as sync:
+        for number in range(3):
+            _, grads = sync.value_and_grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number))
+
+
+def virtual_ranks(rank: Rank) -> None:
+    """Five virtual ranks on two ranks."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, virtual_ranks=5, **SMALL) as sync:
+        for number in range(2):
+            step = sync.value_and_grad(mlp_loss)
+            own = [rank.put(batch(v, number)) for v in sync.carried_ranks]
+            _, grads = step(params, sync.virtual_batches(own))
+            inputs = [(batch(v, number),) for v in range(5)]
+            rank.check(grads, mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 5))
+
+
+def own_stream(rank: Rank) -> None:
+    """Steps on a stream other than the default one, with layers on yet another."""
+    params = rank.put(mlp())
+    side, other = (torch.Stream(device=rank.device) for _ in range(2))
+    side.wait_stream(torch.accelerator.current_stream())
+    with side, fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        beside = sync.value_and_grad(on_streams((other,)))
+        for number in range(3):
+            _, grads = step(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number))
+            _, grads = beside(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number, loss=branches))
+
+
+def independent_streams(rank: Rank) -> None:
+    """Steps on two streams that do not wait for each other."""
+    params = rank.put(mlp())
+    streams = [torch.Stream(device=rank.device) for _ in range(2)]
+    totals: list[list[Tensor]] = []
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        given = [rank.put(means(number)) for number in range(6)]
+        torch.accelerator.synchronize()
+        for number, grads in enumerate(given):
+            with streams[number % 2]:
+                result = sync(grads)
+                for _ in range(8):
+                    used = [leaf * 1 for layer in result.values() for leaf in layer.values()]
+                totals.append(used)
+                del result
+        torch.accelerator.synchronize()
+        for number, used in enumerate(totals):
+            expected = [leaf for layer in means(number).values() for leaf in layer.values()]
+            rank.check(used, expected)
+
+
+def two_devices(rank: Rank) -> None:
+    """Layers on two devices, and a second model on the other device at the same time."""
+    if torch.accelerator.device_count() < 2:
+        return
+    there = torch.device(rank.device.type, 1)
+    params = {
+        name: {n: leaf.to(there if name > "layer1" else rank.device) for n, leaf in layer.items()}
+        for name, layer in mlp().items()
+    }
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        for layer in p.values():
+            x = torch.tanh(x.to(layer["weight"].device) @ layer["weight"] + layer["bias"])
+        return x.square().mean()
+
+    away = tree_map(lambda leaf: leaf.to(there), mlp())
+    with (
+        fddp.GradSync(params, group=rank.group, **SMALL) as sync,
+        fddp.GradSync(away, group=rank.group, **SMALL) as second,
+    ):
+        step, beside = sync.value_and_grad(loss_fn), second.value_and_grad(mlp_loss)
+        for number in range(3):
+            x = rank.put(batch(rank.number, number))
+            _, grads = step(params, x)
+            _, others = beside(away, x.to(there))
+            rank.check(grads, means(number))
+            rank.check(others, means(number))
+
+
+def skipped(rank: Rank) -> None:
+    """A NaN on one rank, for which all skip the step, or which all receive."""
+    params = rank.put(mlp())
+    with (
+        fddp.GradSync(params, group=rank.group, nonfinite="skip", **SMALL) as skips,
+        fddp.GradSync(params, group=rank.group, **SMALL) as propagates,
+    ):
+        grad = torch.func.grad(mlp_loss)
+        for number in range(3):
+            grads = grad(params, rank.put(batch(rank.number, number)))
+            bad = tree_map(torch.clone, grads)
+            if rank.number == 1:
+                bad["layer1"]["bias"] *= float("nan")
+            assert skips(bad)["layer0"]["bias"] is None
+            rank.check(skips(grads), means(number))
+            received = propagates(bad)
+            assert received["layer1"]["bias"].isnan().all()
+            del received["layer1"]["bias"]
+            expected = means(number)
+            del expected["layer1"]["bias"]
+            rank.check(received, expected)
+
+
+def reduced_again(rank: Rank) -> None:
+    """Weights that outgrow the range of float16, for which buckets are reduced again."""
+    params = rank.put(mlp())
+    hook = fddp.hooks.cast(torch.float16)
+    with fddp.GradSync(params, group=rank.group, hook=hook, **SMALL) as sync:
+        for number, weight in enumerate((1.0, 1e6, 1e-6)):
+            grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+            rank.check(sync(grads, weight=weight), means(number), 1e-2)
+
+
+def averaged_periodically(rank: Rank) -> None:
+    """Means of parameters that travel while further steps run."""
+    schedule = periodic.local_sgd({"w": torch.zeros(300)}, 2, delay=1)
+    params, expected = rank.put({"w": torch.full((300,), 1.0 + rank.number)}), 1.5
+    with periodic.PeriodicSync(params, schedule, group=rank.group) as sync:
+        state = sync.init(params)
+        for _ in range(4):
+            params, state = sync.step(params, state)
+            params = {"w": params["w"] * 1}
+            rank.overwrite_free()
+        rank.check(params, {"w": torch.full((300,), expected)})
+
+
+def sparse_on_streams(rank: Rank) -> None:
+    """A sparse gradient that is computed on another stream."""
+    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
+    params = rank.put(host)
+    side = torch.Stream(device=rank.device)
+
+    def loss_fn(p: Any, index: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        side.wait_stream(current)
+        with side:
+            rows = slow(nn.functional.embedding(index, p["table"], sparse=True))
+        rows.record_stream(current)
+        current.wait_stream(side)
+        return (rows * p["w"]).square().sum()
+
+    def dense(p: Any, index: Tensor) -> Tensor:
+        return (p["table"][index] * p["w"]).square().sum()
+
+    indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
+    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
+        for _ in range(3):
+            _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
+            grads["table"] = grads["table"].to_dense()
+            expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
+            rank.check(grads, expected, 1e-9)

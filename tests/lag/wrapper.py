@@ -1,0 +1,251 @@
+"""What the wrapper of a module does on a device, each compared with one process on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
+
+import fddp
+from tests.lag.rank import CAP, EXACT, Rank, gradients, mean_square, module, module_means, slow
+from tests.support.models import batch
+
+
+def wrapped(rank: Rank, **options: Any) -> None:
+    """Steps of a wrapped module, and the buffers that it broadcasts."""
+    net = module(rank.device)
+    if rank.number == 1:
+        for p in net.parameters():
+            p.data.zero_()  # replaced by those of rank 0
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP, **options)
+    seen: list[Tensor] = []
+    net[1].register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean.clone()))
+    for number in range(4):
+        ddp.zero_grad()
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        rank.check(gradients(net), module_means(number, mean_square))
+        rows = fddp.all_gather(seen.pop(), rank.group).cpu()
+        assert torch.equal(rows[0], rows[1])
+
+
+def wrapped_with_views(rank: Rank) -> None:
+    """Gradients as views of the buckets."""
+    wrapped(rank, gradient_as_bucket_view=True)
+
+
+def accumulated(rank: Rank) -> None:
+    """Two micro-batches, the first without communication."""
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for _ in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            mean_square(ddp, rank.put(batch(rank.number, 0))).backward()
+        mean_square(ddp, rank.put(batch(rank.number, 1))).backward()
+        first, second = module_means(0, mean_square), module_means(1, mean_square)
+        rank.check(gradients(net), {name: first[name] + second[name] for name in first})
+
+
+def hooked(rank: Rank) -> None:
+    """Hooks of torch."""
+    state = powerSGD_hook.PowerSGDState(
+        rank.group, matrix_approximation_rank=8, start_powerSGD_iter=2
+    )
+    hooks: list[tuple[Any, Any, float]] = [
+        (rank.group, default_hooks.allreduce_hook, EXACT),
+        (rank.group, default_hooks.fp16_compress_hook, 1e-2),
+        (state, powerSGD_hook.powerSGD_hook, 1e3),
+    ]
+    for own, hook, within in hooks:
+        net = module(rank.device)
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        ddp.register_comm_hook(own, hook)
+        for number in range(3):
+            ddp.zero_grad()
+            mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+            rank.check(gradients(net), module_means(number, mean_square), within)
+
+
+def mixed(rank: Rank) -> None:
+    """Mixed precision, whose casts run on a stream of their own."""
+    made = _MixedPrecision(*[torch.float32] * 3)
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(
+        net, process_group=rank.group, bucket_cap_mb=CAP, mixed_precision=made
+    )
+    for number in range(3):
+        ddp.zero_grad()
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        rank.check(gradients(net), module_means(number, mean_square), 1e-4)
+
+
+def joined(rank: Rank) -> None:
+    """Uneven inputs."""
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    with ddp.join(divide_by_initial_world_size=False):
+        for number in range(2 + rank.number):
+            ddp.zero_grad()
+            mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+            if number < 2:
+                rank.check(gradients(net), module_means(number, mean_square))
+
+
+class Branches(nn.Module):
+    """A module of which some layers run on other streams.
+
+    Args:
+        sides: layers on other streams.
+    """
+
+    def __init__(self, device: torch.device, sides: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]).double().to(device)
+        self.streams = {n: torch.Stream(device=device) for n in sides if device.type != "cpu"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for number, layer in enumerate(self.layers):
+            stream = self.streams.get(number)
+            if stream is None:
+                total = total + torch.tanh(layer(x))
+                continue
+            current = torch.accelerator.current_stream()
+            stream.wait_stream(current)
+            with stream:
+                y = slow(torch.tanh(layer(x)))
+            y.record_stream(current)
+            current.wait_stream(stream)
+            total = total + y
+        return total
+
+
+def branch_means(number: int) -> dict[str, Tensor]:
+    """Mean gradients of `Branches`."""
+    found: dict[str, Tensor] = {}
+    for rank in range(2):
+        net = Branches(torch.device("cpu"), ())
+        mean_square(net, batch(rank, number)).backward()
+        for name, grad in gradients(net).items():
+            found[name] = found.get(name, 0) + grad / 2
+    return found
+
+
+def wrapped_on_streams(rank: Rank) -> None:
+    """Modules of which the first or the last layers run on other streams."""
+    for sides in ((0, 1), (3,), (0, 1, 2, 3)):
+        net = Branches(rank.device, sides)
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        for number in range(3):
+            ddp.zero_grad()
+            mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+            rank.check(gradients(net), branch_means(number))
+
+
+def delayed(rank: Rank) -> None:
+    """Parameters that are averaged once another one has its gradient."""
+    net = Branches(rank.device, (0, 3))
+    ddp = fddp.DistributedDataParallel(
+        net,
+        process_group=rank.group,
+        bucket_cap_mb=CAP,
+        delay_all_reduce_named_params=[
+            (f"layers.{n}.{name}", p)
+            for n in (0, 3)
+            for name, p in net.layers[n].named_parameters()
+        ],
+        param_to_hook_all_reduce=net.layers[0].weight,
+    )
+    for number in range(3):
+        ddp.zero_grad()
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        rank.check(gradients(net), branch_means(number))
+
+
+def buffers_by_a_hook(rank: Rank) -> None:
+    """Buffers that a hook averages while the forward pass runs."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8).double()
+            self.register_buffer("mean", torch.zeros(300).double())
+            self.seen = self.mean
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.mean * 1
+            return self.layer(x)
+
+    def average(group: Any, buffers: dict[str, Tensor]) -> list[Any]:
+        options = torch.distributed.ReduceOp.SUM
+        return [
+            torch.distributed.all_reduce(b, options, group=group, async_op=True).get_future()
+            for b in buffers.values()
+        ]
+
+    net = Counts().to(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    ddp._register_buffer_comm_hook(rank.group, average, _BufferCommHookLocation.POST_FORWARD)
+    for number in range(3):
+        x, total = rank.put(batch(rank.number, number)), torch.full((300,), 3.0 + 2 * number)
+        net.mean.fill_(1.0 + rank.number + number)
+        ddp(x)
+        loss = mean_square(ddp, x)
+        rank.check({"mean": net.seen}, {"mean": total})
+        loss.backward()
+        rank.check({"mean": net.mean}, {"mean": total * 2})
+
+
+def moved_inputs(rank: Rank) -> None:
+    """Inputs on the host and on another device, which the wrapper moves."""
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(
+        net, device_ids=[0], process_group=rank.group, bucket_cap_mb=CAP
+    )
+    places = ["cpu", f"{rank.device.type}:{torch.accelerator.device_count() - 1}"]
+    for number in range(4):
+        ddp.zero_grad()
+        x = batch(rank.number, number).to(places[number % 2])
+        mean_square(ddp, x).backward()
+        del x
+        rank.check(gradients(net), module_means(number, mean_square))
+
+
+def failed_in_flight(rank: Rank) -> None:
+    """A backward pass that fails on one rank while buckets travel, then steps of two modules."""
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+    def fail_behind(layer: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    nets = [module(rank.device) for _ in range(2)]
+    ddps = [
+        fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        for net in nets
+    ]
+    for number in range(3):
+        x = rank.put(batch(rank.number, number))
+        if rank.number == 1:
+            handle = nets[0][0].register_forward_hook(fail_behind)
+        try:
+            with ddps[0].in_step():
+                mean_square(ddps[0], x).backward()
+        except (ArithmeticError, fddp.PeerError):
+            pass
+        else:
+            raise AssertionError("no error")
+        if rank.number == 1:
+            handle.remove()
+        losses = []
+        for ddp in ddps:
+            ddp.zero_grad()
+            losses.append(mean_square(ddp, x))
+        for net, loss in zip(nets, losses, strict=True):
+            loss.backward()
+            rank.check(gradients(net), module_means(number, mean_square))
