@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fddp.ddp.forward_passes import ForwardPasses
-from fddp.ddp.steps import Steps
+from fddp.ddp.steps import Steps, await_abort
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]
     try:
         yield
     except BaseException as error:
-        steps.await_abort()
+        await_abort(steps.passes)
         if _is_expected(steps, forward, step):
             _report(ddp, steps, forward, error, forward.rounds - done)
         raise

@@ -44,7 +44,12 @@ from fddp.ddp.switch import Switch
 from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import InternalError, TransformError
 from fddp.hooks import cast as cast_hook
-from fddp.native.backward_watch import backward_watch, has_explicit_inputs, is_compiled_backward
+from fddp.native.backward_watch import (
+    BackwardWatch,
+    backward_watch,
+    has_explicit_inputs,
+    is_compiled_backward,
+)
 from fddp.native.profiling import is_profiled
 from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.finish import send
@@ -305,18 +310,9 @@ class Steps:
             is_owed = self.is_suspended or (passes.is_aborted and passes.is_required)
             return (is_owed or self.runner.step is not None) and not passes.is_queued
 
-    def await_abort(self) -> None:
-        """Wait until the threads of devices have freed a backward pass that raised an error, which
-        they do a moment after it was raised here. Has no effect within a pass."""
-        until_s = time.perf_counter() + _ABORT_S
-        while self.passes.is_queued and current_graph_task_id() < 0:
-            if time.perf_counter() > until_s:
-                return  # another thread runs the pass
-            time.sleep(1e-5)
-
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
-        self.await_abort()
+        await_abort(self.passes)
         if not self.is_open or (self.runner.step is None and not self.passes.is_aborted):
             return
         with self.lock:
@@ -358,6 +354,16 @@ class Steps:
         self.stop()
         if self.is_open:
             self.engine.close("the wrapped module was closed")
+
+
+def await_abort(passes: BackwardWatch) -> None:
+    """Wait until the threads of devices have freed a backward pass that raised an error, which they
+    do a moment after it was raised here. Has no effect within a pass."""
+    until_s = time.perf_counter() + _ABORT_S
+    while passes.is_queued and current_graph_task_id() < 0:
+        if time.perf_counter() > until_s:
+            return  # another thread runs the pass
+        time.sleep(1e-5)
 
 
 def _start_log(

@@ -60,7 +60,8 @@ class BufferPool:
         if released:
             position = self._first_free(released, numel, dtype, device)
             if position >= 0:
-                self._await_streams(key, device)
+                if self._streams:
+                    self._await_streams(key, device)
                 return released.pop(position)
         return (allocate or self._allocate)(numel, dtype, device)
 

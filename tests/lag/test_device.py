@@ -11,11 +11,24 @@ import torch
 
 from tests import lag
 from tests.lag.rank import slow
+from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEEDS = range(20)
+
+
+def on_device(fn: Callable[..., None], *args: Any) -> None:
+    """Run a function of the device in a process of its own."""
+    (outcome,) = run_fresh(1, call_on_rank, fn, args)
+    assert outcome.error is None, outcome.error
+    assert outcome.exitcode == 0
+
+
+def call_on_rank(rank: int, world_size: int, fn: Callable[..., None], args: Any) -> None:
+    lag.load()
+    fn(torch.device("lag", 0), *args)
 
 
 def wrong_seeds(run: Callable[[], torch.Tensor], expected: float) -> int:
@@ -119,13 +132,19 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_missing_order_is_seen(
+    lagging: str, run: Callable[..., torch.Tensor], name: str, expected: float
+) -> None:
+    on_device(check_order, run, name, expected)
+
+
+def check_order(
     lagging: torch.device, run: Callable[..., torch.Tensor], name: str, expected: float
 ) -> None:
     assert wrong_seeds(lambda: run(lagging, **{name: True}), expected) == 0
     assert wrong_seeds(lambda: run(lagging, **{name: False}), expected) > len(SEEDS) / 2
 
 
-def test_the_host_cannot_access_its_memory(lagging: torch.device) -> None:
+def test_the_host_cannot_access_its_memory(lagging: str) -> None:
     program = (
         "import ctypes, torch; from tests import lag; lag.load();"
         "print(ctypes.string_at(torch.ones(1, device='lag').data_ptr(), 1))"
@@ -134,7 +153,11 @@ def test_the_host_cannot_access_its_memory(lagging: torch.device) -> None:
     assert ended.returncode == -11, ended.stderr
 
 
-def test_kernels_are_those_of_the_cpu(lagging: torch.device) -> None:
+def test_kernels_are_those_of_the_cpu(lagging: str) -> None:
+    on_device(check_kernels_are_those_of_the_cpu)
+
+
+def check_kernels_are_those_of_the_cpu(lagging: torch.device) -> None:
     x = torch.linspace(-1, 1, 12).reshape(3, 4)
 
     def results(x: Any) -> list[torch.Tensor]:
@@ -152,7 +175,11 @@ def test_kernels_are_those_of_the_cpu(lagging: torch.device) -> None:
         assert torch.equal(ours.cpu(), expected)
 
 
-def test_two_devices(lagging: torch.device) -> None:
+def test_two_devices(lagging: str) -> None:
+    on_device(check_two_devices)
+
+
+def check_two_devices(lagging: torch.device) -> None:
     for seed in SEEDS:
         lag.load().seed(seed)
         there = (torch.ones(100, device=lagging) * 3).to("lag:1") + 1

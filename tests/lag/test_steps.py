@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,36 +13,41 @@ from tests import lag
 from tests.lag import scenarios
 from tests.lag.rank import SMALL, Rank
 from tests.support.models import batch, mlp, mlp_loss
-
-if TYPE_CHECKING:
-    from tests.support.ranks import RankPool
+from tests.support.ranks import run_fresh
 
 
 def run_on_rank(rank: int, world_size: int, *args: Any) -> None:
     scenarios.run(rank, *args)
 
 
-def check(
-    ranks: RankPool, names: tuple[str, ...], device_type: str, seeds: range = range(1)
-) -> None:
-    ranks.run(2, run_on_rank, names, device_type, seeds, timeout_s=280)
+def run(fn: Any, *args: Any) -> list[Any]:
+    """Results of a function on two ranks, which are processes of their own."""
+    outcomes = run_fresh(2, fn, *args, timeout_s=280)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.exitcode == 0
+    return [outcome.result for outcome in outcomes]
 
 
-def test_all_results_are_those_of_the_cpu(ranks: RankPool, lagging: torch.device) -> None:
-    check(ranks, tuple(scenarios.SCENARIOS), lagging.type)
+def check(names: tuple[str, ...], device_type: str, seeds: range = range(1)) -> None:
+    run(run_on_rank, names, device_type, seeds)
+
+
+def test_all_results_are_those_of_the_cpu(lagging: str) -> None:
+    check(tuple(scenarios.SCENARIOS), lagging)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
-def test_with_other_delays(ranks: RankPool, lagging: torch.device, name: str) -> None:
-    check(ranks, (name,), lagging.type, range(1, 21))
+def test_with_other_delays(lagging: str, name: str) -> None:
+    check((name,), lagging, range(1, 21))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
-def test_on_a_gpu(ranks: RankPool, name: str) -> None:
-    check(ranks, (name,), "cuda")
+def test_on_a_gpu(name: str) -> None:
+    check((name,), "cuda")
 
 
 def waits_on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
@@ -62,9 +67,7 @@ def waits_on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         return without, waits.take_waits()
 
 
-def test_the_host_waits_for_the_device_only_to_read_norms(
-    ranks: RankPool, lagging: torch.device
-) -> None:
-    for without, informed in ranks.run(2, waits_on_rank):
+def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
+    for without, informed in run(waits_on_rank):
         assert without == []
         assert informed == ["copy to the host"]

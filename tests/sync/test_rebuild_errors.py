@@ -62,9 +62,7 @@ def test_new_sync_does_not_meet_continuing_ones() -> None:
 def test_local_failures_are_raised_on_all_ranks() -> None:
     kinds = []
     for outcome in refused([made(1)[0], None], params=[torch.zeros(3)]):
-        assert (
-            "has the leaf 'layer1.bias' of shape (8,), float64, and params has no" in outcome.text
-        )
+        assert "has leaf 'layer1.bias' of shape (8,), float64, and params has no" in outcome.text
         kinds.append(outcome.kinds[0])
     assert kinds == ["PlanMismatchError"] * 2
     for outcome in refused([made(1)[0], None], timeout_s=-1.0):
