@@ -61,22 +61,21 @@ class StoreClientThread:
         since_s = self._pending_since_s
         if since_s is not None:
             within_s = max(_LEAST_S, min(within_s, since_s + within_s - time.perf_counter()))
-        with self._lock:
-            self._requests.put(request)
-            starts = self._serving_pid != os.getpid()
-            self._serving_pid = os.getpid()
-        if starts:
-            self._start()
-        return request.wait(within_s)
-
-    def _start(self) -> None:
+        starts = False
         try:
-            self._thread = threads.start_thread(
-                self._run, "fddp-store", partial(self._requests.put, None)
-            )
-        except BaseException:
-            self._serving_pid = 0
+            with self._lock:
+                self._requests.put(request)
+                starts = self._serving_pid != os.getpid()
+                self._serving_pid = os.getpid()
+            if starts:
+                self._thread = threads.start_thread(
+                    self._run, "fddp-store", partial(self._requests.put, None)
+                )
+        except BaseException:  # of a signal handler, at any of these lines
+            if starts:
+                self._serving_pid = 0
             raise
+        return request.wait(within_s)
 
     def end(self) -> None:
         """End the thread unless a request is pending; the next request starts another one."""
