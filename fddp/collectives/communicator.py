@@ -29,9 +29,8 @@ from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import check_no_failure, exchange
 from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
-from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
+from fddp.transport import Group, LoopbackGroup, TransportName, default_group, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
-from fddp.transport.loopback import DEFAULT_GROUP
 from fddp.transport.mesh import Mesh, resolve_mesh, transport_error, usable_transport
 
 if TYPE_CHECKING:
@@ -243,8 +242,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None = None
             + ("; a group can't be batched by vmap" if isinstance(group, torch.Tensor) else "")
         )
     span = resolve_mesh(group, mesh)
-    key: Any = DEFAULT_GROUP.get() if span.group is None else span.group
-    key = dist.group.WORLD if key is None else key
+    key: Any = default_group() if span.group is None else span.group
     if isinstance(key, DeviceMesh) and key.ndim == 1:
         key = key.get_group()
     if key is None:

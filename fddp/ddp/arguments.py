@@ -24,8 +24,7 @@ from fddp.core.text import counted
 from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
-from fddp.transport import LoopbackGroup, TransportName
-from fddp.transport.loopback import DEFAULT_GROUP
+from fddp.transport import LoopbackGroup, TransportName, default_group
 
 STATIC_FINDS_UNUSED = (
     "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
@@ -163,13 +162,12 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
                 f"over: mesh[name]"
             )
         return mesh.get_group(mesh_dim=0)
-    group = DEFAULT_GROUP.get() if group is None else group
-    if group is None and dist.group.WORLD is None:
+    group = default_group() if group is None else group
+    if group is None:
         raise ValueError(
             "Default process group has not been initialized, please make sure to call "
             "init_process_group, or pass process_group"
         )
-    group = dist.group.WORLD if group is None else group
     if not isinstance(group, (dist.ProcessGroup, LoopbackGroup)):
         raise ValueError(
             f"process_group is {group!r}: this rank is no member of it; wrap the module only on "

@@ -75,6 +75,12 @@ def open_transport(
     return choose(C10dTransport(resolved, timeout_s, title), name, title)
 
 
+def default_group() -> dist.ProcessGroup | LoopbackGroup | None:
+    """Return the group that None stands for; None if there is none."""
+    own = DEFAULT_GROUP.get()
+    return dist.group.WORLD if own is None else own
+
+
 def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
     """Resolve the `group` argument to a group of which this rank is a member.
 
@@ -83,7 +89,7 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
         TypeError: `group` is not a group.
         ValueError: a `DeviceMesh` of several dimensions, or this process is not a member.
     """
-    group = DEFAULT_GROUP.get() if group is None else group
+    group = default_group() if group is None else group
     if isinstance(group, LoopbackGroup):
         return group
     if isinstance(group, dist.ProcessGroup) and is_foreign(group):
@@ -113,13 +119,12 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
                 "the ranks that belong to it"
             )
         group = group.get_group()
-    resolved = dist.group.WORLD if group is None else group
-    if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is no member of the group {group!r}; open a transport only on "
             "the ranks that belong to it"
         )
-    return resolved
+    return group
 
 
 def _alone_in(group: dist.ProcessGroup) -> LoopbackGroup:

@@ -1,3 +1,3 @@
-"""Whether a training step keeps replicas equal, found out in one process."""
+"""Check, in one process, that a training step keeps replicas equal."""
 
 from fddp.testing.replication.check import check_replication as check_replication

@@ -1,4 +1,4 @@
-"""`check_replication`: whether a training step keeps replicas equal."""
+"""`check_replication`: a check that a training step keeps replicas equal."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What may differ between ranks."""
+        """Names of the inputs and sources that may differ between ranks."""
         return (*self.varying, RANK, RANDOM)
 
     def run(
