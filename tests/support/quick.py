@@ -30,7 +30,9 @@ _known: dict[
 ] = {}  # by id: the object, which keeps it, and its references
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "quick" not in config.option.markexpr:
+        return  # nobody asks, and it takes seconds in each worker
     for item in items:
         if _is_quick(item):
             item.add_marker(pytest.mark.quick)
