@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_quick(item: pytest.Item) -> bool:
     if isinstance(item, pytest.DoctestItem):
         source = "".join(example.source for example in item.dtest.examples)
-        return not any(name in source for name in ("compile", "jax", "subprocess"))
+        return not any(name in source for name in ("compile", "jax", "subprocess", "hypothesis"))
     if not isinstance(item, pytest.Function):
         return False
     if any(item.get_closest_marker(name) is not None for name in ("slow", "nightly")):
