@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.models import rand
 from tests.support.ranks import RankPool
 from tests.support.wrapped_net import DDP
 
@@ -302,6 +306,79 @@ def test_an_error_leaves_the_wrapper_usable() -> None:
 
     one, two = fddp.loopback(2, run)
     torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+# Generated programs
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "wrapper": lambda ddp, x: ddp(x),
+    "module": lambda ddp, x: ddp.module(x),
+    "method": lambda ddp, x: ddp.module.method(x),
+    "submodule": lambda ddp, x: ddp.module.last(x),
+    "checkpoint": lambda ddp, x: checkpoint(ddp, x, use_reentrant=False),
+    "parameter": lambda ddp, x: ddp.module.last.weight * x.sum(),
+}
+
+
+class Forward(NamedTuple):
+    """A forward pass, whose output later passes may use."""
+
+    name: str
+    quiet: bool  # within no_sync
+
+
+class Backward(NamedTuple):
+    """A backward pass through some of the outputs so far."""
+
+    of: frozenset[int]
+    quiet: bool
+
+
+def passes() -> st.SearchStrategy[list[Forward | Backward]]:
+    forward = st.builds(Forward, st.sampled_from(sorted(FORWARDS)), st.booleans())
+    some = st.frozensets(st.integers(0, 3), min_size=1, max_size=2)
+    return st.lists(forward | st.builds(Backward, some, st.booleans()), min_size=2, max_size=10)
+
+
+def reported(group: Any, program: list[Forward | Backward]) -> list[tuple[bool, bool, list[Any]]]:
+    """For each backward pass whether it raised, whether it may be local, and its gradients."""
+    torch.manual_seed(0)
+    ddp = DDP(Model(), process_group=group, local_gradients="raise", find_unused_parameters=True)
+    outputs: list[tuple[Tensor, bool]] = []
+    found = []
+    for number, item in enumerate(program):
+        with ddp.no_sync() if item.quiet else contextlib.nullcontext():
+            if isinstance(item, Forward):
+                x = rand(2, 3, seed=2 * number + group.rank, dtype=torch.float32).requires_grad_()
+                is_seen = item.name in ("wrapper", "checkpoint")
+                outputs.append((FORWARDS[item.name](ddp, x), item.quiet and is_seen))
+                continue
+            used = [outputs[i] for i in sorted(item.of) if i < len(outputs)]
+            if not used:
+                continue
+            ddp.zero_grad()
+            raised = False
+            try:
+                loss = torch.stack([out.square().mean() for out, _ in used]).sum()
+                loss.backward(retain_graph=True)
+            except fddp.errors.ReplicationError:
+                raised = True
+            may_be_local = item.quiet or any(quiet for _, quiet in used)
+            found.append((raised, may_be_local, [p.grad for p in ddp.module.parameters()]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+@given(program=passes())
+def test_generated_passes_raise_if_they_leave_different_gradients(program: Any) -> None:
+    for one, two in zip(*fddp.loopback(2, reported, program), strict=True):
+        (raised, may_be_local, first), (also, _, second) = one, two
+        try:
+            torch.testing.assert_close(first, second, rtol=1e-6, atol=0)
+            differ = False
+        except AssertionError:
+            differ = True
+        assert raised == also == (differ and not may_be_local)
 
 
 def extra_forward_on_a_rank(rank: int, world_size: int, buffers: bool) -> str:
