@@ -31,7 +31,9 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
         self.reentrant: bool | None = None  # of the checkpoint around the first layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, leave_out_last: bool = False) -> Tensor:
+        if leave_out_last:
+            return self.first(x)
         if self.reentrant is None:
             return self.method(x)
         return self.last(checkpoint(self.first, x, use_reentrant=self.reentrant))
@@ -180,6 +182,14 @@ def several_passes_of_one_forward(ddp: Any) -> None:
     (out + ddp.module.first.weight.sum()).backward()
 
 
+def gradient_before_the_output(ddp: Any) -> None:
+    """A pass whose first gradient arrives before it reaches the output by which it takes a step."""
+    step(ddp)
+    out = ddp(batch(), True).sum()
+    out.backward(retain_graph=True)
+    (out + ddp.module.last.weight.sum()).backward()
+
+
 def checkpoints(ddp: Any) -> None:
     for ddp.module.reentrant in (False, True):
         step(ddp)
@@ -238,6 +248,7 @@ MEANT = [
     module_in_no_sync,
     reentrant_in_no_sync,
     several_passes_of_one_forward,
+    gradient_before_the_output,
     checkpoints,
     gradients_of_inputs,
     other_tensors,
@@ -273,10 +284,12 @@ def test_local_gradients_raise_or_warn_once(program: Callable[[Any], tuple[str, 
     assert warning.filename == __file__
 
 
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize("program", MEANT, ids=named)
 def test_other_passes_are_not_reported(program: Callable[[Any], None]) -> None:
     def run(group: Any) -> None:
-        program(DDP(Model(), process_group=group, local_gradients="raise"))
+        options = {"local_gradients": "raise", "find_unused_parameters": True}
+        program(DDP(Model(), process_group=group, **options))
 
     fddp.loopback(1, run)
 
@@ -312,6 +325,7 @@ def test_an_error_leaves_the_wrapper_usable() -> None:
 
 FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "wrapper": lambda ddp, x: ddp(x),
+    "wrapper, a part": lambda ddp, x: ddp(x, True),
     "module": lambda ddp, x: ddp.module(x),
     "method": lambda ddp, x: ddp.module.method(x),
     "submodule": lambda ddp, x: ddp.module.last(x),
@@ -350,7 +364,7 @@ def reported(group: Any, program: list[Forward | Backward]) -> list[tuple[bool, 
         with ddp.no_sync() if item.quiet else contextlib.nullcontext():
             if isinstance(item, Forward):
                 x = rand(2, 3, seed=2 * number + group.rank, dtype=torch.float32).requires_grad_()
-                is_seen = item.name in ("wrapper", "checkpoint")
+                is_seen = item.name.startswith(("wrapper", "checkpoint"))
                 outputs.append((FORWARDS[item.name](ddp, x), item.quiet and is_seen))
                 continue
             used = [outputs[i] for i in sorted(item.of) if i < len(outputs)]
