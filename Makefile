@@ -3,7 +3,8 @@
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# With bytecode, or each of the many processes that tests start would compile all modules.
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python
 
 TORCH := torch==2.13.0
 # From the index, because a fresh machine may not have them.

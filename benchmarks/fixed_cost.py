@@ -35,9 +35,11 @@ _RANKS = (1, 2)
 ALL_REDUCE, GLOO_ALL_REDUCE = "all-reduce", "dist.all_reduce, gloo"
 SYNC, VALUE_AND_GRAD, FUNCTION = "sync(grads)", "value_and_grad", "function"
 WRAPPER, DDP, REPLICATE, MODULE = "fddp.DistributedDataParallel", "torch DDP", "replicate", "module"
+SILENT = f'{WRAPPER}, local_gradients="allow"'
 _GLOO = ", gloo"
-_LOCAL = {VALUE_AND_GRAD: FUNCTION, WRAPPER: MODULE, DDP: MODULE, REPLICATE: MODULE}
+_LOCAL = {VALUE_AND_GRAD: FUNCTION} | dict.fromkeys((WRAPPER, SILENT, DDP, REPLICATE), MODULE)
 _BOUNDS_US = {SYNC: 30.0, VALUE_AND_GRAD: 60.0, WRAPPER: 100.0}
+_REPORTS_US = 2.0  # of local gradients
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def run_rank(rounds: int) -> Case:
             sync = stack.enter_context(fddp.GradSync(params, transport=transport))
             steps |= _contestants(params, factor, opened, called, sync, suffix)
             steps[WRAPPER + suffix] = _module_step(_wrap(transport))
+        steps[SILENT] = _module_step(_wrap("auto", local_gradients="allow"))
         for step in steps.values():
             for _ in range(30):  # wrappers measure their first steps
                 step()
@@ -129,8 +132,8 @@ def _local(params: dict[str, Tensor], factor: Tensor) -> Tensor | None:
     return leaf.grad
 
 
-def _wrap(transport: TransportName) -> Callable[[nn.Module], nn.Module]:
-    return lambda module: fddp.DistributedDataParallel(module, transport=transport)
+def _wrap(transport: TransportName, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: fddp.DistributedDataParallel(module, transport=transport, **options)
 
 
 def _replicated(module: nn.Module) -> nn.Module:
@@ -156,6 +159,9 @@ def figures(case: Case) -> list[Figure]:
     for name, bound_us in _BOUNDS_US.items():
         taken_us = spread(1e6 * time_s for time_s in added[name].rounds_s)
         found.append(at_most(bound_us, "us a step, fixed cost", f"{where}, {name}", taken_us))
+    reports = difference(case.steps[WRAPPER], case.steps[SILENT])
+    taken_us = spread(1e6 * time_s for time_s in reports.rounds_s)
+    found.append(at_most(_REPORTS_US, "us a step, reports of local gradients", where, taken_us))
     for suffix in ("", _GLOO):
         if WRAPPER + suffix in added:
             share = ratio(added[WRAPPER + suffix], added[DDP])

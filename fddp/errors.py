@@ -136,10 +136,12 @@ class DesyncError(FddpError):
 
 
 class ReplicationError(FddpError):
-    """A training step does not keep replicas equal. Raised by `fddp.testing.check_replication`.
+    """A training step does not keep replicas equal. Raised by `fddp.testing.check_replication`, and
+    by a wrapped module whose gradients no step averages.
 
     Attributes:
-        path: path of the result that differs between ranks; empty if collectives are at fault.
+        path: path of the result that differs between ranks, or name of the parameter; empty if
+            collectives are at fault.
         line: file and line of the user's code; empty if it is not known.
     """
 

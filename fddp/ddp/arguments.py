@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.text import counted
+from fddp.ddp.local_gradients import LocalGradients
 from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
@@ -77,6 +78,7 @@ class Arguments:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
     virtual_ranks: int | None = None
+    local_gradients: LocalGradients = "warn"
 
     def __post_init__(self) -> None:
         delayed = self.delay_all_reduce_named_params

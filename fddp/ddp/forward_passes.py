@@ -74,6 +74,8 @@ class ForwardPasses:
             ddp._raise_pending()
         if syncs:
             runner.usage.begin_forward()
+        else:
+            runner.parameters.hooks.defer_hooks()  # a step does when it begins
         runner.usage.joining = ddp._join_config.enable
         if changed or not runner.parameters.are_hooked():
             steps.change()
@@ -96,7 +98,9 @@ class ForwardPasses:
             tensors = find_tensors(output)
             if not tensors and torch.is_grad_enabled():
                 warn_if_hidden(output)
-            self._steps.expect(tensors)
+            self._steps.outputs.expect(tensors, not self._steps.is_stopped)
+        elif self._steps.passes.reports_local and torch.is_grad_enabled():
+            self._steps.outputs.allow(find_tensors(output))
 
     # Collectives
 

@@ -45,6 +45,8 @@ class HookedParameters:
         self.names = treedef.paths
         self.hooks = param_set(self.leaves, watch)
         self.hooks.count_undefined(undefined_counts)
+        # Those of a virtual rank's pass would see a part of the sum.
+        self.hooks.leave_out_hooks(request.options.arguments.virtual_ranks is not None)
         self.graph = _NoGraphInfo([True] * len(self.names))
         self._replaces = request.options.arguments.gradient_as_bucket_view
         self._all_names = frozenset(self.names)

@@ -56,7 +56,7 @@ class Reducer:
 
         The outputs are ignored, because unused parameters are found without them.
         """
-        self._wrapper.steps.expect([])
+        self._wrapper.steps.outputs.expect([], True)
 
     def _get_local_used_map(self) -> Tensor:
         """Return the number of ranks that last used each parameter, in registration order."""

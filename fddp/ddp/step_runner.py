@@ -14,6 +14,7 @@ from fddp.ddp.micro_batches import IN_CONTEXT, MicroBatches
 from fddp.ddp.module_step import ModuleStep
 from fddp.ddp.parameters import HookedParameters
 from fddp.ddp.request import ModuleRequest
+from fddp.ddp.switch import Switch
 from fddp.ddp.unused_parameters import ParameterUse, Usage, raise_changed_graph
 from fddp.errors import InternalError
 from fddp.native.backward_watch import BackwardWatch
@@ -31,6 +32,7 @@ class StepRunner:
         request: the parameters and their bucketing.
         watch: observer of backward passes.
         recorder: logger of the steps.
+        switch: settings that may change.
 
     Attributes:
         engine: the engine, which owns the plan. Changed parameters bring a new one.
@@ -46,7 +48,9 @@ class StepRunner:
             communicated since.
     """
 
-    def __init__(self, request: ModuleRequest, watch: BackwardWatch, recorder: Recorder) -> None:
+    def __init__(
+        self, request: ModuleRequest, watch: BackwardWatch, recorder: Recorder, switch: Switch
+    ) -> None:
         arguments = request.options.arguments
         self.engine = _engine(request)
         self.usage = Usage(
@@ -65,6 +69,7 @@ class StepRunner:
         self._is_lazy = arguments.lazy_bucket_allocation
         self._request = request
         self._watch = watch
+        self._switch = switch
         self.parameters = HookedParameters(
             request, self._watch, undefined_counts=self.usage.reports_unused
         )
@@ -107,7 +112,7 @@ class StepRunner:
         self.current = ModuleStep()
         try:
             if not again:
-                hooks.begin()
+                hooks.begin(defer=not self._switch.is_manual)
             step = self.current.step = engine.open(
                 Method.MODULE, with_stats=self.recorder.wants(engine.step)
             )
@@ -198,8 +203,6 @@ class StepRunner:
         is_partial = len(here) < len(self.parameters.names)
         if is_partial and 0 in report.users and self.micro_batches is None:
             self.parameters.hooks.await_gradients([users == 0 for users in report.users])
-        if self.work:
-            self.wait_for_work()
         self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
         if step.record_time:
             idle = step.context.idle - set(report.late)
@@ -209,6 +212,10 @@ class StepRunner:
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),
             )
+        try:
+            self.parameters.hooks.run_hooks()
+        finally:
+            self.wait_for_work()  # to which hooks may have added
 
     def fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared."""

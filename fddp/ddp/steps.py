@@ -28,12 +28,12 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from fddp.ddp.arguments import Options
 from fddp.ddp.debug_logs import log_initialised
+from fddp.ddp.hooked_outputs import HookedOutputs
+from fddp.ddp.local_gradients import LocalGradientReports
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.module_step import ModuleStep, check_finalized
@@ -92,6 +92,7 @@ class Steps:
         is_stopped: True if gradients are left alone.
         runner: runs the steps; set by `open`.
         passes: observes backward passes; calls `on_first_grad`, `on_abort` and `finish`.
+        outputs: outputs of the last forward pass.
         lock: held while a step begins or ends.
         switch: as above.
     """
@@ -115,9 +116,13 @@ class Steps:
         self._group = group
         self._watch = watch
         self._recorder = recorder
-        self._handles: list[RemovableHandle] = []
-        self.passes = backward_watch(self, switch, self.lock, weak_callback(self.on_output_grad))
+        self._reports = LocalGradientReports(options.arguments.local_gradients)
+        self.passes = backward_watch(
+            self, switch, self.lock, weak_callback(self.on_output_grad), self._reports
+        )
+        self.outputs = HookedOutputs(self.passes)
         self.passes.asks_driver = self._asks_always = options.arguments.virtual_ranks is not None
+        self.passes.reports_local = self._reports.is_on
 
     @property
     def engine(self) -> Engine:
@@ -133,12 +138,13 @@ class Steps:
         if not self.is_open:
             try:
                 request = current_request(self._watch, self.options, self._group)
-                self.runner = StepRunner(request, self.passes, self._recorder)
+                self.runner = StepRunner(request, self.passes, self._recorder, self.switch)
                 _start_log(self, self._recorder, self._module_name, self._group)
                 _reduce_narrowly(self.engine, self._recorder, self.options)
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
             self.is_open = True
+            self._reports.follow(self.runner.parameters.names, self.engine.transport.rank)
             if self.switch.in_step:
                 self.engine.transport.enter_step(self.engine.step)
         return self
@@ -152,22 +158,8 @@ class Steps:
             runner.wait_for_work()
         if not runner.is_begun:
             runner.release_memory()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.outputs.clear()
         self.passes.expect_grads(False)
-
-    def expect(self, outputs: list[Tensor]) -> None:
-        """Take a step in backward passes through these outputs of a forward pass.
-
-        Until one of them has ended, any gradient of a parameter belongs to a step.
-        """
-        for leaf in self.passes.expect_outputs(outputs, not self.is_stopped):
-            # A leaf may be an output of the next forward pass, too.
-            handle: RemovableHandle = leaf.register_hook(  # type: ignore[no-untyped-call]
-                self.passes.reach_output
-            )
-            self._handles.append(handle)
 
     def change(self) -> None:
         """Follow a change of the parameters; see [Note: changed parameters]."""
@@ -175,6 +167,7 @@ class Steps:
         check_finalized(self.runner.current)
         self.passes.watch(False)
         self.runner.change_parameters(request)
+        self._reports.follow(self.runner.parameters.names, self.engine.transport.rank)
 
     # Backward
 
@@ -213,7 +206,7 @@ class Steps:
                     self.runner.open()
                 else:
                     self.runner.current = ModuleStep(context)
-                    self.runner.parameters.hooks.begin()
+                    self.runner.parameters.hooks.begin(defer=False)
 
     def _takes_pass(self) -> bool:
         """Return True if backward passes take a step. Otherwise, note one of a virtual rank."""
@@ -345,8 +338,10 @@ class Steps:
         """Leave all gradients alone from now on."""
         self.is_stopped = True
         self.passes.watch(False)
+        self.passes.reports_local = self._reports.is_on = False
         if self.is_open:
             self.runner.parameters.hooks.await_gradients([])
+        self.outputs = HookedOutputs(self.passes)
         self.passes.asks_driver = self._asks_always = True
 
     def close(self) -> None:

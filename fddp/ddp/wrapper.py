@@ -47,6 +47,7 @@ from fddp.ddp.failure_scope import step_scope
 from fddp.ddp.forward_passes import ForwardPasses
 from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_joiner
 from fddp.ddp.joiner import Joiner
+from fddp.ddp.local_gradients import LocalGradients, check_local_gradients
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.micro_batches import carried_ranks, check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
@@ -126,6 +127,10 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         virtual_ranks: as for `GradSync`. Not an argument of torch's class. A step has one backward
             pass for each of `carried_ranks`, all but the last within `no_sync`, and gradients that
             were cleared before (`zero_grad()`); it sets `.grad` to the mean over virtual ranks.
+        local_gradients: what a backward pass does that leaves gradients of this rank alone in
+            `.grad`, outside of `no_sync`: it came through no output of the wrapper's forward. Not
+            an argument of torch's class. "warn" warns once, "raise" raises `ReplicationError`, with
+            the names of the parameters; "allow" is torch's silence.
 
     Raises:
         PlanMismatchError: parameters differ between ranks; on every rank. A RuntimeError, as DDP's.
@@ -174,6 +179,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         transport: TransportName = "auto",
         nonfinite: Policy = "propagate",
         virtual_ranks: int | None = None,
+        local_gradients: LocalGradients = "warn",
     ) -> None:
         arguments = Arguments.of_call(locals())
         delays = delay_all_reduce_named_params is not None
@@ -181,6 +187,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Joinable.__init__(self)
         self.process_group = group_of(arguments)
         check_policy(nonfinite, delays=delays)
+        check_local_gradients(local_gradients)
         if virtual_ranks is not None:
             check_virtual(module, delays=delays)
         make_local_(module, device_mesh)

@@ -130,8 +130,19 @@ class ParamSet(GradientCounter, Protocol):
     def hook_count(self) -> int:
         """Return the number of hooks where gradients arrive, those of other owners included."""
 
-    def begin(self) -> None:
-        """Start a step, before its first gradient. It ends with `disarm`, with or without `arm`."""
+    def defer_hooks(self) -> None:
+        """Defer users' hooks after accumulation, where they were added since; see
+        [Note: hooks after accumulation] in csrc/autograd/accumulation_hooks.h."""
+
+    def leave_out_hooks(self, on: bool) -> None:
+        """Set whether such hooks are left out of backward passes that take no step."""
+
+    def run_hooks(self) -> None:
+        """Run the deferred hooks of all parameters that `assign` has given a mean."""
+
+    def begin(self, defer: bool) -> None:
+        """Start a step, before its first gradient. It ends with `disarm`, with or without `arm`.
+        If `defer`, users' hooks after accumulation run only when `run_hooks` is called."""
 
     def intact(self, params: list[Tensor]) -> bool:
         """Return True if the hooks are still where gradients of `params`, which were given to the

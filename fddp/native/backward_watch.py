@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -14,6 +14,17 @@ class Gate(Protocol):
     """Switch for all backward passes; see `BackwardWatch`."""
 
     is_on: bool
+
+
+class LocalReports(Protocol):
+    """Receiver of reports about gradients that are in no step."""
+
+    def report(self, leaves: Sequence[int]) -> bool:
+        """Report a backward pass that left gradients to these leaves, at its end. Return False if
+        further passes are not to be reported."""
+
+    def refuse_early_use(self, leaf: int) -> None:
+        """Report a user's hook that has changed a parameter or cleared its gradient."""
 
 
 class PassHandler(Protocol):
@@ -39,6 +50,7 @@ class BackwardWatch(Protocol):
         is_aborted: True if that pass was aborted.
         is_required: True if that pass takes a step even without a gradient.
         asks_driver: True if the handler decides about every pass that reaches an output.
+        reports_local: True if gradients that are in no step are reported, unless the gate is off.
     """
 
     expects_grads: bool
@@ -46,10 +58,18 @@ class BackwardWatch(Protocol):
     is_aborted: bool
     is_required: bool
     asks_driver: bool
+    reports_local: bool
 
     def expect_outputs(self, outputs: list[Tensor], on: bool) -> list[Tensor]:
         """Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that
         are leaves. They are not hooked, because the caller has to remove their hooks."""
+
+    def allow_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Hook outputs of a forward pass, and report no gradients of passes through them. Return
+        those outputs that are leaves, as `expect_outputs`."""
+
+    def reach_allowed_output(self, grad: Tensor) -> None:
+        """Hook of such an output that is a leaf."""
 
     def expect_grads(self, on: bool) -> None:
         """Set `expects_grads`, and watch for gradients if it is True."""
@@ -79,7 +99,11 @@ class BackwardWatch(Protocol):
 
 
 def backward_watch(
-    handler: PassHandler, gate: Gate, lock: Any, on_output: Callable[..., None]
+    handler: PassHandler,
+    gate: Gate,
+    lock: Any,
+    on_output: Callable[..., None],
+    reports: LocalReports,
 ) -> BackwardWatch:
     """Return the observer of one module.
 
@@ -91,8 +115,10 @@ def backward_watch(
             a step: the pass has explicit inputs, compiled autograd runs it, the last one was
             aborted, `gate` is off, or another thread has the lock. Otherwise the pass takes one,
             without a call.
+        reports: receiver of reports about gradients that are in no step.
     """
-    return cast(BackwardWatch, extension.load().BackwardWatch(handler, gate, lock, on_output))
+    make = extension.load().BackwardWatch
+    return cast(BackwardWatch, make(handler, gate, lock, on_output, reports))
 
 
 def is_compiled_backward() -> bool:

@@ -89,7 +89,7 @@ def test_help(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"usage: python -m {prog}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["fddp", "benchmarks"])
+@pytest.mark.parametrize("module", ["fddp", pytest.param("benchmarks", marks=pytest.mark.nightly)])
 def test_command_runs_as_a_module(module: str) -> None:
     done = run_python("-m", module, "--no-such-option", code=2)
     assert done.stdout == ""

@@ -97,7 +97,7 @@ def train_in_graph(rank: int, world_size: int, backend: str, transport: str) -> 
 @pytest.mark.parametrize(
     ("backend", "transport"),
     [
-        ("aot_eager", "c10d"),
+        pytest.param("aot_eager", "c10d", marks=pytest.mark.nightly),
         ("aot_eager", "auto"),
         pytest.param("inductor", "auto", marks=INDUCTOR),
     ],
@@ -141,9 +141,9 @@ def test_plain_autograd(rank: int, world_size: int) -> None:
     "names",
     [
         {"psum", "pmean"},
-        {"pmax", "broadcast_from", "sync_on_backward"},
-        {"all_gather", "reduce_scatter"},
         {"all_to_all"},
+        pytest.param({"pmax", "broadcast_from", "sync_on_backward"}, marks=pytest.mark.nightly),
+        pytest.param({"all_gather", "reduce_scatter"}, marks=pytest.mark.nightly),
     ],
 )
 @on_processes(2)

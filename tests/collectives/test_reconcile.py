@@ -85,6 +85,7 @@ def bits_of(x: Tensor) -> bytes:
     return x.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 @given(trees=st.lists(st.tuples(TREES, st.integers(0, 3)), min_size=1, max_size=4))
 def test_newest_state_of_the_lowest_rank_wins(trees: list[tuple[Any, int]]) -> None:
     try:

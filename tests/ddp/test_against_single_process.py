@@ -84,7 +84,7 @@ CASES = {
     "wrapper in a re-entrant checkpoint": Case(
         mlp, functools.partial(loops.wrapper_in_checkpoint, reentrant=True)
     ),
-    "module called on one rank": Case(mlp, loops.probing),
+    "module called on one rank": Case(mlp, loops.probing, {"local_gradients": "allow"}),
     "forwards dropped": Case(mlp, loops.dropped),
     "backward broken off": Case(mlp, loops.breaking([0, 1])),
     "backward broken off on a rank": Case(mlp, loops.breaking([1])),

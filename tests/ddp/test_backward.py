@@ -108,7 +108,7 @@ def test_join_after_a_backward_that_fails_on_the_last_input(at_output: bool) -> 
 
 def test_a_graph_runs_again_after_an_abort() -> None:
     def run(group: Any) -> dict[str, Any]:
-        ddp = DDP(net(), process_group=group)
+        ddp = DDP(net(), process_group=group, local_gradients="allow")
         with called_at_output(ddp.module, [fail_in_backward]):
             loss = ddp(batch(group.rank)).square().mean()
         with pytest.raises(ValueError, match="no backward here"):

@@ -320,7 +320,6 @@ def hooked(ddp: DDP, rank: int) -> Iterator[Any]:
         target.register_full_backward_pre_hook(noted(f"{name} before backward"))
         target.register_full_backward_hook(noted(f"{name} after backward"))
     module[0].weight.register_hook(noted("gradient", lambda grad: grad.clamp(-1e-3, 1e-3)))
-    module[2].weight.register_post_accumulate_grad_hook(noted("accumulated"))
     batches = [batch.requires_grad_() for batch in batches_of(rank)]
     yield from training(model, SGD(model.parameters()), batches, module)
     assert len(log) > 10 * STEPS

@@ -240,7 +240,7 @@ def trained(
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("c10d", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", STEPS_OF_USERS)
 def test_compiled_steps_train_as_others(ranks: RankPool, name: str, transport: str) -> None:
     backends = (None, "eager", "aot_eager")

@@ -82,7 +82,9 @@ def test_used_parameters_are_those_of_any_rank() -> None:
 
     def train(group: LoopbackGroup) -> list[list[float]]:
         module = Cut()
-        ddp = fddp.DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        ddp = fddp.DistributedDataParallel(
+            module, process_group=group, find_unused_parameters=True, local_gradients="allow"
+        )
         out = ddp(torch.ones(1, 4))
         (out + (module.hidden + module.penalty.sum()).sum() * (1 - group.rank)).sum().backward()
         module(torch.full((1, 4), 1.0 + group.rank)).sum().backward()
@@ -99,7 +101,7 @@ def test_used_parameters_are_those_of_any_rank() -> None:
 def test_passes_after_a_step_of_all_parameters_stay_local() -> None:
     def train(group: LoopbackGroup) -> list[float]:
         module = nn.Linear(1, 1, bias=False)
-        ddp = fddp.DistributedDataParallel(module, process_group=group)
+        ddp = fddp.DistributedDataParallel(module, process_group=group, local_gradients="allow")
         ddp(torch.ones(1, 1)).sum().backward()
         if group.rank == 1:
             module(torch.ones(1, 1)).sum().backward()

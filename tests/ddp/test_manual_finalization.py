@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
@@ -359,7 +360,8 @@ def test_lazy_buckets_are_allocated_late_and_released(monkeypatch: pytest.Monkey
             lazy_bucket_allocation=lazy,
         )
         at_first: list[int] = []
-        layers[2].weight.register_post_accumulate_grad_hook(lambda _: at_first.append(len(out)))
+        node = get_gradient_edge(layers[2].weight).node
+        node.register_prehook(lambda _: at_first.append(len(out)))
         for _ in range(3):
             ddp(torch.ones(1, 256)).sum().backward()
         assert not out

@@ -195,7 +195,13 @@ def use_before_failed_backward(ddp: DDP, x: Tensor) -> None:
 def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) -> list[Any]:
     """Which gradients are None after steps without a layer that was used outside of them, and
     whether it has kept its parameters; with what `_get_local_used_map` says."""
-    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
+    ddp = DDP(
+        net(),
+        process_group=group,
+        bucket_cap_mb=TINY_CAP_MB,
+        find_unused_parameters=True,
+        local_gradients="allow",
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     found: list[Any] = []
     for _ in range(2):

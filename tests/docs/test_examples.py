@@ -155,7 +155,7 @@ sys.exit(common.main("dp_sgd", []))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_broken_example_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     done = torchrun("script.py", cwd=tmp_path, code=1)

@@ -116,7 +116,7 @@ def test_a_bucket_without_all_gradients_is_an_error() -> None:
         buckets.finish()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_shows_the_simulated_steps(tmp_path: Path) -> None:
     """The picture is that of the script, and the page has its figures."""
     pytest.importorskip("matplotlib")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
 import fddp
 import fddp.jax
@@ -16,6 +17,7 @@ from tests.support.pages import read, run_script
 PAGE = "docs/coming_from.md"
 
 
+@pytest.mark.nightly
 def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_script(PAGE, tmp_path)
 

@@ -24,6 +24,7 @@ def test_sessions(page: str) -> None:
     assert not failed
 
 
+@pytest.mark.nightly
 def test_guide_runs_on_two_ranks(tmp_path: Path) -> None:
     run_guide(tmp_path)
 

@@ -19,6 +19,7 @@ LOST = 1
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_script("docs/going_on.md", tmp_path)
 

@@ -32,6 +32,12 @@ from tests.support.source_lines import line_of
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
 OVER_BOTH = pytest.mark.parametrize("transport", ["c10d", "shm"])
+BY_NIGHT_OVER_SHM = pytest.mark.parametrize(
+    "transport", ["c10d", pytest.param("shm", marks=pytest.mark.nightly)]
+)
+BY_NIGHT_OVER_GLOO = pytest.mark.parametrize(
+    "transport", [pytest.param("c10d", marks=pytest.mark.nightly), "shm"]
+)
 
 
 @pytest.mark.slow
@@ -68,9 +74,11 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_generated_disagreements_on_processes(request: pytest.FixtureRequest, name: str) -> None:
-    launch = launch_over(name, request)
+@BY_NIGHT_OVER_SHM
+def test_generated_disagreements_on_processes(
+    request: pytest.FixtureRequest, transport: str
+) -> None:
+    launch = launch_over(transport, request)
     played = [Case(11 + k, kind, 2, k % 2) for k, kind in enumerate(SAMPLE)]
     for case, seen in zip(played, zip(*launch(2, play_all, played), strict=True), strict=True):
         assert not problems(case, list(seen)), case
@@ -126,7 +134,7 @@ def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
     return seen
 
 
-@OVER_BOTH
+@BY_NIGHT_OVER_GLOO
 def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> None:
     first, second = ranks.run(2, waiting, transport, "swapped")
     one = "waiting for bucket 0 (w) of step 1 of GradSync #1"
@@ -144,7 +152,7 @@ def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> 
     assert f"rank 1: {two}" in second.text
 
 
-@OVER_BOTH
+@BY_NIGHT_OVER_SHM
 def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     """The error names its line, and its last finished operation."""
     seen, _ = ranks.run(2, waiting, transport, "busy")
@@ -235,7 +243,7 @@ def test_a_rank_that_fails_beside_an_operator(rank: int, n: int, transport: Any)
         assert "rank 1 failed: ArithmeticError: a bad batch in step 1 of GradSync #" in seen.text
 
 
-@OVER_BOTH
+@BY_NIGHT_OVER_GLOO
 @on_processes(3)
 def test_operators_work_after_an_abandoned_step_on_processes(
     rank: int, n: int, transport: Any
@@ -283,7 +291,7 @@ CAPS = ("bucket_cap_mb", "first_bucket_mb")
 LEAVES = {f"w{i}": torch.ones(300) for i in range(6)}
 
 
-@OVER_BOTH
+@BY_NIGHT_OVER_GLOO
 @on_processes(3)
 def test_swapped_calls_amid_buckets(rank: int, n: int, transport: Any) -> None:
     """A rank in a step of six buckets waits for the last one first, whose word it needs."""
@@ -319,7 +327,7 @@ def test_swapped_calls_on_threads_are_raised_on_every_rank() -> None:
             assert own.text.count(" all_") == 2
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @OVER_BOTH
 @on_processes(2)
 def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, deterministic: bool) -> None:
@@ -335,8 +343,20 @@ def test_swapped_calls_of_one_sync(rank: int, n: int, transport: Any, determinis
         dist.barrier()
 
 
-@OVER_BOTH
-@pytest.mark.parametrize("other", ["sync", "reduce_scatter", "step"])
+@pytest.mark.parametrize(
+    ("transport", "other"),
+    [
+        ("c10d", "step"),
+        ("shm", "sync"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                *(("c10d", "sync"), ("c10d", "reduce_scatter")),
+                *(("shm", "step"), ("shm", "reduce_scatter")),
+            )
+        ),
+    ],
+)
 @on_processes(2)
 def test_a_rank_that_gathers_while_another_takes_a_step(
     rank: int, n: int, transport: Any, other: str

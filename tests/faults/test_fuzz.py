@@ -377,6 +377,7 @@ def unpickling(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled() -> None:
     package = Path(fddp.__file__).parent
     found = {

@@ -279,14 +279,22 @@ def fail_at_calls(
     return endings
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize(
+    ("transport", "compiled", "step"),
+    [
+        ("c10d", True, 12),
+        ("shm", True, 3),
+        pytest.param("c10d", True, 3, marks=pytest.mark.nightly),
+        pytest.param("c10d", False, 10, marks=pytest.mark.nightly),
+        pytest.param("shm", False, 10, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_handler_error_is_raised_at_any_time(
-    ranks: RankPool, transport: str, compiled: bool
+    ranks: RankPool, transport: str, compiled: bool, step: int
 ) -> None:
     """Code that suppresses errors of stores and backends lets those of signal handlers through."""
     # A compiled step over shared memory waits within one call.
-    numbers = range(3, 63, 3) if compiled else range(5, 400, 10)
+    numbers = range(3, 63, step) if compiled else range(5, 400, step)
     first, second = ranks.run(2, fail_at_calls, transport, compiled, numbers)
     # On a busy machine, rank 1 may be there before rank 0 has waited for as many calls.
     assert set(first) <= {"PreemptedError", "no error"}, dict(zip(numbers, first, strict=True))

@@ -158,11 +158,11 @@ def issued(world_size: int, hook: Hook[Any], delays_ms: list[list[int]], **optio
 
 MANY_STAGES = [
     allreduce,
-    power_sgd(1),
-    chain(power_sgd(2), power_sgd(1)),
-    chain(power_sgd(1), top_k(0.3)),
     chain(power_sgd(2), int8(4)),
     Staged(4, lambda entry: None),
+    pytest.param(power_sgd(1), marks=pytest.mark.nightly),
+    pytest.param(chain(power_sgd(2), power_sgd(1)), marks=pytest.mark.nightly),
+    pytest.param(chain(power_sgd(1), top_k(0.3)), marks=pytest.mark.nightly),
 ]
 DELAYS = st.lists(
     st.lists(st.sampled_from([0, 0, 1, 4]), min_size=LAYERS, max_size=LAYERS),

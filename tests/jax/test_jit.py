@@ -19,11 +19,12 @@ import fddp
 from fddp.collectives import compiled_calls
 from fddp.jax import grad_sync, named_errors, pmean, psum
 from fddp.transport import LoopbackGroup
-from tests.support.examples import examples
+from tests.support.examples import examples, scaled
 from tests.support.jax_programs import BODIES, transforms
 from tests.support.ranks import RankPool
 
 LENGTH = 3
+SAMPLE = ("plain", "scanned", "tree")  # of `make test`; the others run in `make nightly`
 
 
 def arrays_of(world_size: int, seed: int = 0) -> np.ndarray:
@@ -33,7 +34,10 @@ def arrays_of(world_size: int, seed: int = 0) -> np.ndarray:
 # Derivatives, on processes
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.nightly) for name in BODIES],
+)
 def test_derivatives_are_those_of_jax_over_an_axis(name: str, ranks: RankPool) -> None:
     found = ranks.run(2, derivatives_of, name)
     xs, ts = arrays_of(2), arrays_of(2, seed=1)
@@ -107,7 +111,7 @@ def grad_sync_beside_the_mean(rank: int, world_size: int) -> float:
 
 
 def test_two_reductions_in_one_program_never_mix(ranks: RankPool) -> None:
-    assert ranks.run(3, wrong_steps, 500) == [[]] * 3
+    assert ranks.run(3, wrong_steps, scaled(100)) == [[]] * 3
 
 
 def wrong_steps(rank: int, world_size: int, steps: int) -> list[int]:

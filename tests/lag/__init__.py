@@ -22,6 +22,7 @@ import torch.utils.cpp_extension as cpp_extension
 
 _HERE = Path(__file__).parent
 _SOURCES = ("device.cpp", "operators.cpp", "sparse.cpp", "backend.cpp")
+_TOGETHER = "".join(f'#include "{_HERE / source}"\n' for source in _SOURCES)
 _FOLDER = _HERE.parents[1] / "build" / "lag" / torch.__version__
 
 
@@ -69,11 +70,15 @@ class _Module:
 def load() -> Any:
     """Compile the device, unless that is done, register it, and return its module."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
+    # In one go: most of the time goes into reading headers.
+    whole = _FOLDER / "whole.cpp"
+    if not whole.exists() or whole.read_text() != _TOGETHER:
+        whole.write_text(_TOGETHER)
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with mock.patch.dict(os.environ, PATH=beside):  # for ninja
         module = cpp_extension.load(
             "fddp_lag",
-            [str(_HERE / source) for source in _SOURCES],
+            [str(whole)],
             build_directory=str(_FOLDER),
             extra_cflags=["-O0"],
         )

@@ -30,7 +30,7 @@ at::Tensor moved(const at::Tensor& tensor, at::Device device) {
 }
 
 // Run an operator on the host, between copies there and back.
-void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_sparse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto count = op.schema().arguments().size();
   const auto arguments = torch::jit::pop(*stack, count);
   torch::jit::Stack host;
@@ -73,7 +73,7 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_sparse>());
 }
 
 } // namespace

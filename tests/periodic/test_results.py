@@ -289,7 +289,9 @@ def in_stages(group: Any) -> Any:
 # State
 
 
-@pytest.mark.parametrize("stop", range(3, 9))
+@pytest.mark.parametrize(
+    "stop", [3, 8, *(pytest.param(stop, marks=pytest.mark.nightly) for stop in range(4, 8))]
+)
 def test_a_checkpoint_continues_to_the_bit(launch: Launch, stop: int) -> None:
     """Also while collectives are in flight."""
     for continued, whole, in_flight in launch(2, interrupted, stop):

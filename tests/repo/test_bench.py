@@ -412,7 +412,7 @@ def _peak_memory() -> None:
 
 def _fixed_cost() -> None:
     case = fixed_cost.run_rank(2)
-    assert len(fixed_cost.figures(case)) == 5
+    assert len(fixed_cost.figures(case)) == 6
     name = fixed_cost.VALUE_AND_GRAD
     step, local = case.steps[name].rounds_s, case.steps[fixed_cost.FUNCTION].rounds_s
     assert case.added[name].rounds_s == tuple(a - b for a, b in zip(step, local, strict=True))

@@ -117,6 +117,7 @@ def test_imports_run_one_way() -> None:
     assert broken == []
 
 
+@pytest.mark.slow
 def test_no_circle_of_files() -> None:
     """The list of public names loads capabilities on first use, and has no edges here."""
     edges = {m: {own for name in imports(m) if (own := own_module(name))} - {m} for m in MODULES}

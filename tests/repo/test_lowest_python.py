@@ -60,7 +60,8 @@ def test_no_newer_features() -> None:
     for path in FILES:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source, str(path), feature_version=(3, minor))
-        assert generic_records(tree) == [], f"{path}: import TypedDict of typing_extensions"
+        found = generic_records(tree) if "Generic" in source else []
+        assert found == [], f"{path}: import TypedDict of typing_extensions"
 
 
 def test_generic_records_are_found() -> None:

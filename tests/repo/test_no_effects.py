@@ -211,7 +211,7 @@ def test_an_import_registers_the_backend_and_nothing_else() -> None:
     assert run("import", "") == [(0, "")]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "fddp"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.nightly), "fddp"])
 def test_nothing_remains_of_what_was_closed(backend: str, tmp_path: Path) -> None:
     assert run(backend, str(tmp_path / "store")) == [(0, "")] * 2
 

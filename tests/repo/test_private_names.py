@@ -41,6 +41,7 @@ def _used(tree: ast.AST, bound: dict[str, str]) -> Iterator[str]:
             yield f"{bound.get(first, '')}.{rest}"
 
 
+@pytest.mark.slow
 def test_each_is_in_one_file_for_them() -> None:
     used = {
         module: names

@@ -30,6 +30,12 @@ _LONG = {
     *("test_ddp_apply_optim_in_backward", "test_ddp_compile_static_graph"),
     *("test_ddp_hook_parity_powerSGD", "test_ddp_hook_parity_allreduce_process_group"),
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
+    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view",
+    *("test_ddp_comparison_uneven_inputs", "test_DistributedDataParallelCPU_grad_is_view"),
+    *("test_ddp_hook_parity_post_localSGD", "test_ddp_hook_with_optimizer_parity_adam"),
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
+    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value",
+    "test_ddp_dist_autograd_local_vs_remote_gpu",
 }
 _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 

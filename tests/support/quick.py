@@ -30,7 +30,9 @@ _known: dict[
 ] = {}  # by id: the object, which keeps it, and its references
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "quick" not in config.option.markexpr:
+        return  # nobody asks, and it takes seconds in each worker
     for item in items:
         if _is_quick(item):
             item.add_marker(pytest.mark.quick)
@@ -39,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _is_quick(item: pytest.Item) -> bool:
     if isinstance(item, pytest.DoctestItem):
         source = "".join(example.source for example in item.dtest.examples)
-        return not any(name in source for name in ("compile", "jax", "subprocess"))
+        return not any(name in source for name in ("compile", "jax", "subprocess", "hypothesis"))
     if not isinstance(item, pytest.Function):
         return False
     if any(item.get_closest_marker(name) is not None for name in ("slow", "nightly")):

@@ -162,6 +162,7 @@ def test_the_example(ranks: RankPool) -> None:
         assert len(checks) == 4
 
 
+@pytest.mark.nightly
 def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_script("docs/compile.md", tmp_path)
 

@@ -116,6 +116,7 @@ def test_plans(plan: fddp.BucketPlan) -> None:
     assert fddp.BucketPlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_kinds_of_plans() -> None:
     drawn(plans(sparse=True), lambda p: any(b.sparse for b in p.buckets))
     drawn(plans(), lambda p: len(p.local) > 0)

@@ -157,6 +157,7 @@ def test_random_plans_render(plan: BucketPlan) -> None:
     assert len(boxes(figure.axes[0])) == len(plan.order)
 
 
+@pytest.mark.slow
 def test_two_plans_have_one_scale() -> None:
     small, large = make_plan(1.0, 1.0, 1.0), make_plan(1.0, 1.0, 1.0, caps_mib=(3.0,))
     figure = compare_plans(small, large, names=("small", "large"))
@@ -245,6 +246,7 @@ def test_caps_must_be_positive(simulated_s: dict[float, float]) -> None:
         plot_caps(simulated_s)
 
 
+@pytest.mark.slow
 def test_small_differences_look_small() -> None:
     low, high = plot_caps({1.0: 0.1000, 2.0: 0.1001}).axes[0].get_ylim()
     assert high - low == pytest.approx(0.116 * 100.1)

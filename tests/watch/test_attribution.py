@@ -119,7 +119,9 @@ def watched_once(rank: int, transport: str, slow: int, where: str) -> Any:
     return slow, where, report.straggler, str(report), trace
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
+@pytest.mark.parametrize(
+    ("transport", "world_size"), [("shm", 3), pytest.param("c10d", 2, marks=pytest.mark.nightly)]
+)
 def test_a_delay_is_attributed_to_its_rank_and_phase(
     ranks: RankPool, transport: str, world_size: int
 ) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.watch import MonitorReport, RankSummary, RobustStats
 from fddp.watch.stragglers import find_stragglers
+from tests.support.examples import examples
 from tests.support.monitored import record_of
 
 
@@ -39,7 +40,7 @@ def steps_from(noises: Sequence[tuple[float, ...]], scale_s: float) -> list[dict
     st.sampled_from(PHASES),
     st.floats(0.02, 1.0),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_a_delay_is_found_under_any_noise(
     noises: list[Any], data: st.DataObject, phase: str, delay_s: float
 ) -> None:
@@ -57,7 +58,7 @@ def test_a_delay_is_found_under_any_noise(
 
 
 @given(st.lists(steps_of_rank, min_size=1, max_size=1), st.integers(2, 6))
-@settings(max_examples=20)
+@examples(20)
 def test_ranks_that_are_alike_have_no_straggler(noises: list[Any], world_size: int) -> None:
     steps = steps_from(noises[0], 0.004)
     assert find_stragglers([summary_of(rank, steps) for rank in range(world_size)]) == ()
@@ -152,7 +153,7 @@ def test_different_steps_are_not_compared() -> None:
 
 
 @given(st.lists(steps_of_rank, min_size=2, max_size=4), st.floats(1.0, 1e3), st.randoms())
-@settings(max_examples=25)
+@examples(25)
 def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: Any) -> None:
     """Under another unit of time, and under another order of the ranks."""
     steps = [steps_from(of, 0.02) for of in noises]

@@ -98,6 +98,22 @@ std::optional<int64_t> distributed_context() {
   return std::nullopt;
 }
 
+// Hook on the node of an output of a forward pass within `no_sync`.
+class AllowedOutputHook : public FunctionPreHook {
+ public:
+  explicit AllowedOutputHook(std::weak_ptr<BackwardWatch> watch) : watch_(std::move(watch)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const PythonEntry python;
+    if (const auto watch = watch_.lock()) watch->reach_allowed_output();
+    return grads;
+  }
+  void compiled_args(CompiledNodeArgs&) const override {}  // no gradient is reported there
+
+ private:
+  std::weak_ptr<BackwardWatch> watch_;
+};
+
 // Hook on the node of an output.
 class OutputHook : public FunctionPreHook {
  public:
@@ -122,29 +138,74 @@ class OutputHook : public FunctionPreHook {
   uint32_t output_;  // number among the outputs of the node
 };
 
-}  // namespace
-
-BackwardWatch::BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output)
-    : driver_(driver),
-      gate_(std::move(gate)),
-      acquire_(lock.attr("acquire")),
-      release_(lock.attr("release")),
-      on_output_(std::move(on_output)) {}
-
-py::list BackwardWatch::expect_outputs(const py::list& outputs, bool on) {
+// Hook each output by `make(node, output)`, and return those that are leaves.
+template <class Make>
+py::list hook_outputs(const py::list& outputs, Make make) {
   py::list leaves;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = tensor_at(outputs, i);
     if (!output.requires_grad()) continue;
     if (const auto node = output.grad_fn()) {
-      node->add_tensor_pre_hook(std::make_unique<OutputHook>(weak_from_this(), output.output_nr()));
+      node->add_tensor_pre_hook(make(output));
     } else {
       leaves.append(outputs[i]);
     }
   }
+  return leaves;
+}
+
+}  // namespace
+
+BackwardWatch::BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output,
+                             py::object reports)
+    : driver_(driver),
+      gate_(std::move(gate)),
+      acquire_(lock.attr("acquire")),
+      release_(lock.attr("release")),
+      on_output_(std::move(on_output)),
+      reports_(std::move(reports)) {}
+
+py::list BackwardWatch::expect_outputs(const py::list& outputs, bool on) {
+  py::list leaves = hook_outputs(outputs, [&](const at::Tensor& output) {
+    return std::make_unique<OutputHook>(weak_from_this(), output.output_nr());
+  });
   expect_grads(on);
   return leaves;
 }
+
+py::list BackwardWatch::allow_outputs(const py::list& outputs) {
+  return hook_outputs(outputs, [&](const at::Tensor&) { return std::make_unique<AllowedOutputHook>(weak_from_this()); });
+}
+
+void BackwardWatch::reach_allowed_output() {
+  if (!allowed_pass_.expired()) return;
+  const auto pass = std::make_shared<const bool>(true);
+  torch::autograd::Engine::get_default_engine().queue_callback([pass] {});
+  allowed_pass_ = pass;
+}
+
+void BackwardWatch::note_local(size_t leaf) {
+  const bool takes_step = end_ != nullptr;  // at its end, from what is in `.grad` then
+  if (takes_step || !allowed_pass_.expired() || !py::bool_(gate_.attr("is_on")) || distributed_context()) return;
+  auto leaves = local_leaves_.lock();
+  if (leaves == nullptr) {
+    leaves = std::make_shared<std::vector<size_t>>();
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), leaves] {
+      const PythonEntry python;
+      if (const auto watch = weak.lock()) watch->report_local(*leaves);
+    });
+    local_leaves_ = leaves;
+  }
+  leaves->push_back(leaf);
+}
+
+void BackwardWatch::report_local(const std::vector<size_t>& leaves) {
+  // A step that the pass has opened since has averaged these gradients, too.
+  if (end_ != nullptr || !allowed_pass_.expired() || !reports_local) return;
+  reports_local = py::bool_(reports_.attr("report")(leaves));
+}
+
+void BackwardWatch::note_early_use(size_t leaf) const { reports_.attr("refuse_early_use")(leaf); }
 
 void BackwardWatch::note_output() {
   if (std::isinf(reached_s_)) reached_s_ = perf_counter_s();
@@ -210,9 +271,14 @@ void bind_backward_watch(py::module_& m) {
   m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("is_compiled_backward", &is_compiled);
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
-      .def(py::init<py::object, py::object, py::object, py::object>(), py::arg("driver"), py::arg("gate"),
-           py::arg("lock"), py::arg("on_output"))
+      .def(py::init<py::object, py::object, py::object, py::object, py::object>(), py::arg("driver"), py::arg("gate"),
+           py::arg("lock"), py::arg("on_output"), py::arg("reports"))
       .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"), py::arg("on"))
+      .def("allow_outputs", &BackwardWatch::allow_outputs, py::arg("outputs"))
+      .def("reach_allowed_output", [](BackwardWatch& watch, const py::object&) { watch.reach_allowed_output(); },
+           py::arg("grad"))
+      .def_property("reports_local", [](const BackwardWatch& watch) { return watch.reports_local.load(); },
+                    [](BackwardWatch& watch, bool on) { watch.reports_local = on; })
       .def("expect_grads", &BackwardWatch::expect_grads, py::arg("on"))
       .def("watch", &BackwardWatch::watch, py::arg("on"))
       .def("note_output", &BackwardWatch::note_output)

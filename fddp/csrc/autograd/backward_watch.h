@@ -9,8 +9,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <cstddef>
 #include <limits>
 #include <memory>
+#include <vector>
 
 namespace fddp {
 
@@ -22,11 +24,17 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
   // The driver is held weakly. `gate` has an attribute `is_on`, and `lock` is the driver's
   // threading.RLock. `on_output` is called with a gradient if the driver has to decide.
-  BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output);
+  // `reports` has methods `report` and `refuse_early_use`, for gradients that are in no step.
+  BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output,
+                py::object reports);
 
   // Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that are
   // leaves. They are not hooked, because the caller has to remove their hooks.
   py::list expect_outputs(const py::list& outputs, bool on);
+
+  // Hook outputs of a forward pass within `no_sync`, so that gradients that come through them are not
+  // reported as local. Return those outputs that are leaves.
+  py::list allow_outputs(const py::list& outputs);
 
   // Set whether gradients belong to a step that come without an output being reached.
   void expect_grads(bool on) { expects_grads_ = is_watching_ = on; }
@@ -60,6 +68,17 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // Call `on_output` at every output.
   bool asks_driver = false;
 
+  // Report passes that leave gradients to parameters without a step; see [Note: local gradients] in
+  // fddp/ddp/local_gradients.py.
+  std::atomic<bool> reports_local{false};
+
+  // Note that a parameter received a gradient that is in no step.
+  void note_local(size_t leaf);
+
+  // Note that a hook of the user's has used a gradient that is in no step.
+  void note_early_use(size_t leaf) const;
+
+  void reach_allowed_output();
   void reach_output();
   void reach_first_grad() const;
   const py::object& on_output() const { return on_output_; }
@@ -69,6 +88,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   py::object driver() const { return driver_(); }  // or None
   bool queue_end(py::object driver, bool required);
+  void report_local(const std::vector<size_t>& leaves);
   bool is_usual() const;
   bool is_unlocked() const;
 
@@ -77,12 +97,16 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   py::object acquire_;
   py::object release_;
   py::object on_output_;
+  py::object reports_;
   std::atomic<bool> is_watching_{false};
   bool expects_grads_ = false;
   double reached_s_ = std::numeric_limits<double>::infinity();
   EndOfBackward* end_ = nullptr;  // queued, and owned by the graph task
   bool is_aborted_ = false;       // the task freed it without a call
   bool is_required_ = false;      // the pass of the last end takes a step even without a gradient
+  // Owned by the graph task of a pass.
+  std::weak_ptr<const bool> allowed_pass_;            // it has reached an output of `allow_outputs`
+  std::weak_ptr<std::vector<size_t>> local_leaves_;  // they have local gradients
 };
 
 }  // namespace fddp

@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "accumulation_hooks.h"
 #include "backward_watch.h"
 #include "gradient_counter.h"
 #include "python_entry.h"
@@ -49,7 +50,7 @@ namespace {
 
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
-class ParamSet : public GradientCounter, public std::enable_shared_from_this<ParamSet> {
+class ParamSet : public GradientCounter, public HookOwner, public std::enable_shared_from_this<ParamSet> {
  public:
   ParamSet(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch)
       : GradientCounter(std::move(params)), watch_(std::move(watch)) {
@@ -92,8 +93,47 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     return count;
   }
 
-  // Start a step: record which gradients exist, for `restore`. It may end without `arm`.
-  void begin() {
+  // Defer hooks that users have added to parameters; see [Note: hooks after accumulation].
+  void defer_hooks() {
+    for (size_t i = 0; i < size(); ++i) {
+      if (torch::autograd::impl::post_acc_grad_hooks(leaves_[i])) fddp::defer_hooks(leaves_[i], weak_from_this(), i);
+    }
+  }
+
+  // Set whether users' hooks are left out of backward passes that take no step.
+  void leave_out_hooks(bool on) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    leaves_out_hooks_ = on;
+  }
+
+  // Run the deferred hooks of parameters that `assign` has given a mean which they still have.
+  void run_hooks() {
+    const std::vector<bool> leaves = std::exchange(assigned_, {});
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      if (leaves[i] && leaves_[i].grad().defined()) run_deferred(leaves_[i], *this);
+    }
+  }
+
+  bool defers_hooks() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_step_ ? defers_hooks_ : leaves_out_hooks_;
+  }
+
+  bool is_in_step() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_step_;
+  }
+
+  void note_early_use(size_t leaf) override {
+    if (is_in_step_of_another(leaf)) return;
+    const PythonEntry python;
+    watch_->note_early_use(leaf);
+  }
+
+  // Start a step: record which gradients exist, for `restore`. It may end without `arm`. Users' hooks
+  // run after `assign`, if `defer`.
+  void begin(bool defer) {
+    defer_hooks();
     std::vector<at::Tensor> saved(size());
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < size(); ++i) {
@@ -105,6 +145,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     saved_grads_.swap(saved);
     awaited_.clear();
     in_step_ = true;
+    defers_hooks_ = defer;
   }
 
   // End the step, and counting with it.
@@ -127,10 +168,12 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // value of the result. New gradients have the strides that their parameters have now.
   void assign(const py::list& results, bool replace) {
     TORCH_CHECK_VALUE(results.size() == size(), "expected ", size(), " gradients, got ", results.size());
+    assigned_.assign(size(), false);
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor& grad = leaves_[i].mutable_grad();
       at::Tensor own = std::exchange(saved_grads_[i], {});
       const at::Tensor* const result = tensor_or_none_at(results, i);
+      assigned_[i] = result != nullptr && defers_hooks_;
       if (result == nullptr) {
         if (own.defined()) grad = own;
         continue;
@@ -205,12 +248,18 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
 
   // `is_undefined`: what autograd passed to the leaf is.
   void after_accumulation(size_t leaf, bool is_undefined) {
+    bool is_local = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (is_undefined && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
+      is_local = !in_step_ && watch_->reports_local;
     }
     on_gradient(leaf, is_undefined);
+    if (is_local && !is_in_step_of_another(leaf)) {
+      const PythonEntry python;
+      watch_->note_local(leaf);
+    }
   }
 
  protected:
@@ -232,6 +281,9 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
 
  private:
   void hook();
+
+  // Return true if a step of another set over the same parameter takes its gradients.
+  bool is_in_step_of_another(size_t leaf) const;
 
   // Return the result with the strides of its parameter.
   static at::Tensor laid_out(const at::Tensor& result, const at::Tensor& param) {
@@ -260,7 +312,10 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<bool> used_;               // by leaf
   std::vector<bool> used_before_;        // by leaf: when the step began
   std::vector<bool> awaited_;            // by leaf: opens a step; empty for none
+  std::vector<bool> assigned_;           // by leaf: has a mean, and its hooks have not run
   bool in_step_ = false;                 // between `begin` and `disarm`
+  bool defers_hooks_ = false;            // within the step
+  bool leaves_out_hooks_ = false;        // outside of a step
   std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
 };
@@ -284,6 +339,7 @@ class PostAccumulateHook : public FunctionPostHook {
  public:
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
+  std::shared_ptr<ParamSet> set() const { return set_.lock(); }
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
     const bool is_undefined = grads.empty() || !grads[0].defined();
     if (const auto set = set_.lock()) set->after_accumulation(leaf_, is_undefined);
@@ -304,6 +360,15 @@ void remove_abandoned(Hooks& hooks) {
     return ours != nullptr && ours->is_abandoned();
   };
   hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_abandoned), hooks.end());
+}
+
+bool ParamSet::is_in_step_of_another(size_t leaf) const {
+  const auto& hooks = accumulators_[leaf]->post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [this](const auto& hook) {
+    const auto* const ours = dynamic_cast<const PostAccumulateHook*>(hook.get());
+    const auto other = ours == nullptr ? nullptr : ours->set();
+    return other != nullptr && other.get() != this && other->is_in_step();
+  });
 }
 
 void ParamSet::hook() {
@@ -350,7 +415,10 @@ void bind_params(py::module_& m) {
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("hook_count", &ParamSet::hook_count)
-      .def("begin", &ParamSet::begin)
+      .def("defer_hooks", &ParamSet::defer_hooks)
+      .def("leave_out_hooks", &ParamSet::leave_out_hooks, py::arg("on"))
+      .def("run_hooks", &ParamSet::run_hooks)
+      .def("begin", &ParamSet::begin, py::arg("defer"))
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
       .def("disarm", &ParamSet::disarm)

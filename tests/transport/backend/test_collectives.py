@@ -158,7 +158,7 @@ def _beside_gloo(rank: int, world_size: int, cases: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "cases"), _CASES, ids=[name for name, _ in _CASES])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.filterwarnings("ignore")
 def test_results_are_those_of_gloo(
     world_size: int, name: str, cases: list[Any], ranks: RankPool

@@ -214,7 +214,8 @@ def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
         assert not any("fddp" in name for name in files)
 
 
-# Groups that torch gives the same part of the store, works that are polled, and a lazy view.
+# Groups that torch gives the same part of the store, works that are polled, a lazy view, and
+# communicators of the library, at whose end torch may warn of a device without a backend.
 _AGAIN = """
 import os, torch, torch.distributed as dist
 import fddp
@@ -227,7 +228,7 @@ for life in range(2):
         dist.all_reduce(total, group=group)
         assert total.unique().tolist() == [1.0 + 20 * number], (life, number, total)
         dist.destroy_process_group(group)
-    for number in range(200):
+    for number in range(20):
         works = [dist.isend(torch.full((70_000,), float(number)), 1 - rank)]
         received = torch.empty(70_000)
         works.append(dist.irecv(received, 1 - rank))
@@ -242,31 +243,21 @@ for life in range(2):
         received = torch.zeros(2)
         dist.recv(received, 0)
         assert torch.equal(received, -values.imag), received
+    if life == 1:
+        with fddp.GradSync([torch.ones(3)]) as sync:
+            mean = sync([torch.full([3], 2.0 * rank)])[0]
+            mean += fddp.pmean(mean)
+        assert dist.get_backend_config() == "cpu:fddp"
+        assert mean.tolist() == [2.0] * 3, mean
     dist.destroy_process_group()
 os.write(1, f"rank {rank} is done\\n".encode())  # at once
 """
 
 
-def test_groups_of_the_same_name_and_works_that_are_polled(tmp_path: Path) -> None:
+def test_groups_of_the_same_name_and_ends_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(_AGAIN)
-    assert torchrun(str(tmp_path / "again.py")).stdout.count("is done") == 2
-
-
-_SYNC = """
-import torch, torch.distributed as dist, fddp
-dist.init_process_group("cpu:fddp")
-with fddp.GradSync([torch.ones(3)]) as sync:
-    mean = sync([torch.full([3], 2.0 * dist.get_rank())])[0]
-    mean += fddp.pmean(mean)
-    print(f"{dist.get_backend_config()} mean {mean[0]}\\n", end="", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_fddps_own_communicators_end_without_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "sync.py").write_text(_SYNC)
-    run = torchrun(str(tmp_path / "sync.py"))
-    assert run.stdout.count("cpu:fddp mean 2.0") == 2, run.stderr
+    run = torchrun(str(tmp_path / "again.py"))
+    assert run.stdout.count("is done") == 2
     assert "No backend of type" not in run.stderr
 
 
@@ -301,7 +292,7 @@ def _ends_with_0(tmp_path: Path, program: str) -> str:
     return torchrun(str(script)).stdout
 
 
-@pytest.mark.parametrize("size", [4, 100_000])
+@pytest.mark.parametrize("size", [4, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_pending_callbacks(tmp_path: Path, size: int) -> None:
     _ends_with_0(tmp_path, _PENDING_CALLBACKS.format(before="", size=size) + _LEAKED)
 

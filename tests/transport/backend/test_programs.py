@@ -113,5 +113,6 @@ def test_results_are_those_over_gloo(program: Any, ranks: RankPool, tmp_path: Pa
     ranks.run(2, _over_both, program, str(tmp_path))
 
 
+@pytest.mark.nightly
 def test_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_script("docs/backend.md", tmp_path)

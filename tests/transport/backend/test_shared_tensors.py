@@ -157,7 +157,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("backend", "disabled"), [("fddp", "0"), ("cpu:fddp", "1")])
+@pytest.mark.parametrize(
+    ("backend", "disabled"),
+    [("fddp", "0"), pytest.param("cpu:fddp", "1", marks=pytest.mark.nightly)],
+)
 def test_buckets_of_ddp(tmp_path: Path, backend: str, disabled: str) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(_DDP)

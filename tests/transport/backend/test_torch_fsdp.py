@@ -20,7 +20,13 @@ def _run(rank: int, world_size: int, name: str, folder: str) -> None:
     fsdp_cases.run(rank, world_size, name, "fddp", folder)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 2) for name in _NAMES),
+        *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in _NAMES[:-1]),
+        (_NAMES[-1], 4),  # on two ranks, its mesh has one row
+    ],
+)
 def test_torch_fsdp(name: str, world_size: int, own_ranks: RankPool, tmp_path: Path) -> None:
     own_ranks.run(world_size, _run, name, str(tmp_path))
