@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version as _version_of
+from pathlib import Path
 from typing import Any
 
 project = "fddp"
@@ -21,6 +22,7 @@ include_patterns = ["docs/**", "notebooks/*.ipynb", "CONTRIBUTING.md", "CHANGELO
 html_theme = "furo"
 html_css_files = ["site.css"]
 html_static_path = ["_static"]
+html_search_scorer = str(Path(__file__).parent / "_static/scorer.js")
 html_title = f"fddp {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False

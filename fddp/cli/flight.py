@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from fddp.cli.common import CallError, Commands
+from fddp.cli.common import CallError, Commands, Printer
 from fddp.extend import Flight, counted, find_divergences
 
 _MOST_BYTES = 64 * 2**20  # of one file; one of a hundred GradSyncs has 2 MiB
@@ -39,8 +39,9 @@ def _run(args: argparse.Namespace) -> int:
     for divergence in find_divergences(flight for _, flight in flights):
         print(f"\n{divergence.text}")
     if args.all:
+        width = Printer().width
         for path, flight in flights:
-            print(f"\n{path}\n{flight}")
+            print(f"\n{path}\n{flight.to_text(width)}")
     return 0
 
 

@@ -63,7 +63,8 @@ def add(commands: common.Commands) -> None:
         "--algorithm",
         choices=("all_reduce", "hierarchical", "reduce_scatter"),
         default="all_reduce",
-        help="algorithm of the reduction (default: %(default)s)",
+        metavar="NAME",
+        help="algorithm of the reduction: %(choices)s (default: %(default)s)",
     )
     parser.add_argument(
         "--caps",

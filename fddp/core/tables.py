@@ -33,7 +33,7 @@ def narrowed(
 ) -> list[tuple[str, ...]]:
     """Return rows whose cells in `columns` keep only their end, so that the table fits a width.
 
-    A cell keeps at least 10 characters.
+    Columns share what is left by the others; a cell keeps at least 10 characters.
 
     Example:
         >>> header = ("no", "leaf", "dtype")
@@ -45,11 +45,14 @@ def narrowed(
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     spare = width - sum(widths) - 2 * (len(widths) - 1) + sum(widths[i] for i in columns)
-    most = max(10, spare // len(columns))
+    most = list(widths)
+    for others, column in enumerate(sorted(columns, key=widths.__getitem__)):
+        most[column] = min(widths[column], max(10, spare // (len(columns) - others)))
+        spare -= most[column]
     return [
         tuple(
-            f"…{cell[len(cell) - most + 1 :]}" if column in columns and len(cell) > most else cell
-            for column, cell in enumerate(row)
+            cell if len(cell) <= room else f"…{cell[len(cell) - room + 1 :]}"
+            for cell, room in zip(row, most, strict=True)
         )
         for row in rows
     ]

@@ -62,13 +62,14 @@ def plot_caps(
         colour, dashes = _LEVELS[number % len(_LEVELS)]
         ax.axhline(level_s * 1e3, color=colour, linestyle=dashes, linewidth=1.2, label=name)
     ax.set_xscale("log")
-    ax.set_xticks(caps, [f"{cap:.4g}" for cap in caps])
+    unit, per_mib = ("KiB", 1024.0) if caps[-1] < 1.0 else ("MiB", 1.0)
+    ax.set_xticks(caps, [f"{cap * per_mib:.4g}" for cap in caps])
     ax.minorticks_off()
     _fit_(ax, [*simulated_s.values(), *measured_s.values(), *levels_s.values()])
     best = min(simulated_s, key=lambda cap: simulated_s[cap])
     least = f"{simulated_s[best] * 1e3:.2f} ms at {size_text(best * MIB)}"
     title = f"step time by bucket cap: least in simulation {least}"
-    canvas.label_(ax, title=title, x="bucket cap, MiB", y="step, ms", grid="y")
+    canvas.label_(ax, title=title, x=f"bucket cap, {unit}", y="step, ms", grid="y")
     canvas.explain_(ax, ax.get_legend_handles_labels()[0])
     return canvas.figure_of(ax)
 
@@ -82,7 +83,8 @@ def _fit_(ax: Axes, times_s: Sequence[float]) -> None:
         ax.set_yscale("log")
         margin = (high_ms / low_ms) ** _MARGIN
         ax.set_ylim(low_ms / margin, high_ms * margin)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        subs = (1.0, 2.0, 5.0) if high_ms > 10.0 * low_ms else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+        ax.yaxis.set_major_locator(LogLocator(subs=subs))
         ax.yaxis.set_major_formatter(ScalarFormatter())
         ax.yaxis.set_minor_locator(NullLocator())
         return

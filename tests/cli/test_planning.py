@@ -138,6 +138,16 @@ def test_a_plan_fits_the_terminal(
     assert lines[2].count("der.weight") == 2
 
 
+@pytest.mark.parametrize("command", [[], ["plan"], ["simulate"], ["flight"], ["demo"]])
+def test_help_fits_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_an_interrupt_while_the_source_is_imported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

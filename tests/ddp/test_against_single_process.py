@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -215,3 +216,41 @@ def uneven(group: Any) -> str:
 
 def test_uneven_inputs_with_unused_layers(launch: Launch) -> None:
     assert fddp.loopback(2, uneven) == [""] * 2
+
+
+class NormOverRanks(nn.Module):
+    """The statistics of `SyncBatchNorm`, on any device; within the batch if `group` is None."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self._mean(x)
+        return (x - mean) * (self._mean((x - mean).square()) + 1e-5).rsqrt() * self.scale
+
+    def _mean(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        return mean if self.group is None else fddp.pmean(mean, self.group)
+
+
+def test_statistics_over_ranks_by_pmean() -> None:
+    """As docs/ddp.md has it for the CPU, where torch's SyncBatchNorm is refused."""
+    batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def model(group: Any) -> nn.Module:
+        ends = copy.deepcopy(first), copy.deepcopy(last)
+        return nn.Sequential(ends[0], NormOverRanks(group), ends[1])
+
+    def gradients(group: Any) -> list[Tensor | None]:
+        ddp = fddp.DistributedDataParallel(model(group), process_group=group)
+        ddp(batch[group.rank :: 2]).square().mean().backward()
+        return [param.grad for param in ddp.parameters()]
+
+    alone = model(None)
+    alone(batch).square().mean().backward()
+    wanted = [param.grad for param in alone.parameters()]
+    for grads in fddp.loopback(2, gradients):
+        torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)

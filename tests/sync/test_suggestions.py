@@ -53,6 +53,17 @@ def test_an_error_suggests_what_was_meant(case: str) -> None:
     assert str(caught.value).endswith(f"; did you mean {wanted}?")
 
 
+def test_a_lookup_of_a_preset_suggests_what_was_meant() -> None:
+    with pytest.raises(KeyError) as caught:
+        fddp.PRESETS["ethernet-10"]
+    (text,) = caught.value.args
+    assert text == "there is no preset 'ethernet-10'; did you mean 'ethernet-10g'?"
+    with pytest.raises(KeyError, match=r"there is no preset 'zz'\"$"):
+        fddp.PRESETS["zz"]
+    assert "zz" not in fddp.PRESETS
+    assert fddp.PRESETS.get("zz") is None
+
+
 def test_words_that_resemble_none_get_no_suggestion() -> None:
     assert suggestion("zz", ["ring", "tree"]) == ""
     assert suggestion(3, ["ring", "tree"]) == ""

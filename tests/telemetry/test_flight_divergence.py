@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,31 @@ def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit, match="2"):
             main(["flight", str(place)])
         assert text in capsys.readouterr().err
+
+
+def test_operations_fit_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long names lose their beginning. A wide terminal and a file have all."""
+    leaves = f"{'encoder.' * 12}weight .. {'encoder.' * 12}bias"
+    ops = (
+        op_of(41_234, step=10_308, leaves=leaves, nbytes=26_214_400, launched_s=12.3456),
+        op_of(41_235, kind="reduce_scatter", leaves=leaves, state="waited for", done_s=None),
+        op_of(41_236, kind="psum of train.py:103", step=-1, bucket=-1, leaves="", nbytes=-1),
+    )
+    (tmp_path / "flight-x.json").write_text(flight_of(log_of(0, *ops)).to_json())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["flight", str(tmp_path), "--all"]) == 0
+    assert leaves in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["flight", str(tmp_path), "--all"]) == 0
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert max(map(len, table)) <= 80
+    number, step, *_, size, unit, launched, _, done, _ = table[1].split()
+    assert (number, step, size, unit) == ("41234", "10308", "25", "MiB")
+    assert (launched, done) == ("-12.3", "+200")
+    assert "er.bias" in table[1]
+    assert table[2].endswith("waited for")
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["flight", str(tmp_path), "--all"]) == 0
+    assert leaves in capsys.readouterr().out

@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -289,33 +289,39 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-PRESETS: Mapping[str, CostModel] = MappingProxyType(
-    {
-        # Between sites: nominal rate; alpha is a one-way delay of 20 ms, as over some 3,000 km with
-        # routers (light in glass takes 15 ms for 3,000 km).
-        "internet-100m": CostModel(20e-3, 1 / 12.5e6),
-        "internet-1g": CostModel(20e-3, 1 / 125e6),
-        # Alpha: as for 10 Gbit/s; the same software sends it.
-        "ethernet-1g": CostModel(35e-6, 1 / 125e6),
-        # 10 Gbit/s. Alpha: Shi et al. fitted 0.52 ms for 8 ranks and 0.91 ms for 16 (constants in
-        # the code published with MG-WFBP), which is 30 to 37 us for each step of a ring.
-        "ethernet-10g": CostModel(35e-6, 1 / 1.25e9),
-        # 25 Gbit/s. Alpha: as for 100 Gbit/s.
-        "ethernet-25g": CostModel(9.6e-6, 1 / 3.125e9),
-        # 100 Gbit/s. Alpha: NCCL's figure for a network step.
-        "ethernet-100g": CostModel(9.6e-6, 1 / 12.5e9),
-        # 400 Gbit/s. Alpha: as for 10 Gbit/s, but of the 56 Gbit/s InfiniBand measured there: 0.10
-        # ms for 8 ranks and 0.24 ms for 16, 7 to 8 us a step.
-        "infiniband-ndr400": CostModel(8e-6, 1 / 50e9),
-        # NVIDIA H100: 18 links, 900 GB/s both ways together. Alpha: NCCL, NVLink.
-        "nvlink4": CostModel(3.4e-6, 1 / 450e9),
-        # 16 lanes of 16 GT/s at 128b/130b. Alpha: NCCL, PCI.
-        "pcie4-x16": CostModel(5.7e-6, 1 / 31.5e9),
-        # Measured with torch 2.13 for fddp's design, 2 ranks on a 2-core CPU: 1.3 to 2.6 ms for any
-        # small all-reduce, which is two steps, and 1.4 to 1.9 GB/s for large ones.
-        "gloo-loopback": CostModel(0.95e-3, 1 / 1.65e9),
-    }
-)
+class _Presets(dict[str, CostModel]):
+    """Models by name, whose error about an unknown name suggests a similar one."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"there is no preset {name!r}{suggestion(name, self)}")
+
+
+_MODELS = {
+    # Between sites: nominal rate; alpha is a one-way delay of 20 ms, as over some 3,000 km with
+    # routers (light in glass takes 15 ms for 3,000 km).
+    "internet-100m": CostModel(20e-3, 1 / 12.5e6),
+    "internet-1g": CostModel(20e-3, 1 / 125e6),
+    # Alpha: as for 10 Gbit/s; the same software sends it.
+    "ethernet-1g": CostModel(35e-6, 1 / 125e6),
+    # 10 Gbit/s. Alpha: Shi et al. fitted 0.52 ms for 8 ranks and 0.91 ms for 16 (constants in
+    # the code published with MG-WFBP), which is 30 to 37 us for each step of a ring.
+    "ethernet-10g": CostModel(35e-6, 1 / 1.25e9),
+    # 25 Gbit/s. Alpha: as for 100 Gbit/s.
+    "ethernet-25g": CostModel(9.6e-6, 1 / 3.125e9),
+    # 100 Gbit/s. Alpha: NCCL's figure for a network step.
+    "ethernet-100g": CostModel(9.6e-6, 1 / 12.5e9),
+    # 400 Gbit/s. Alpha: as for 10 Gbit/s, but of the 56 Gbit/s InfiniBand measured there: 0.10
+    # ms for 8 ranks and 0.24 ms for 16, 7 to 8 us a step.
+    "infiniband-ndr400": CostModel(8e-6, 1 / 50e9),
+    # NVIDIA H100: 18 links, 900 GB/s both ways together. Alpha: NCCL, NVLink.
+    "nvlink4": CostModel(3.4e-6, 1 / 450e9),
+    # 16 lanes of 16 GT/s at 128b/130b. Alpha: NCCL, PCI.
+    "pcie4-x16": CostModel(5.7e-6, 1 / 31.5e9),
+    # Measured with torch 2.13 for fddp's design, 2 ranks on a 2-core CPU: 1.3 to 2.6 ms for any
+    # small all-reduce, which is two steps, and 1.4 to 1.9 GB/s for large ones.
+    "gloo-loopback": CostModel(0.95e-3, 1 / 1.65e9),
+}
+PRESETS: Mapping[str, CostModel] = MappingProxyType(_Presets(_MODELS))
 """Models by name, for links that can't be measured. `CostModel.fit` gives better ones.
 
 All but "gloo-loopback" use the nominal one-way rate of the link, an upper bound that no collective

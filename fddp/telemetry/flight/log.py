@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
-from fddp.core.tables import plain_table
+from fddp.core.tables import narrowed, plain_table
+from fddp.core.text import size_text, time_text
 
 State = Literal["in flight", "waited for", "done", "failed"]
 
@@ -22,6 +23,9 @@ _HEADER = (
     "no", "step", "operation", "bucket", "leaves", "bytes", "launched", "waited", "done", "state"
 )  # fmt: skip
 _NUMERIC = (0, 1, 3, 5, 6, 7, 8)
+_SHORT_HEADER = ("no", "step", "operation", "bucket", "leaves", "size", "launched", "done")
+_SHORT_NUMERIC = (0, 1, 3, 5, 6, 7)
+_TEXT_COLUMNS = (2, 4)
 
 _OP: Schema = (
     *(int, int, str, int, str, int),
@@ -119,13 +123,21 @@ class FlightLog:
         return escape_control_chars(f"{step}{self.phase}")
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the table of the operations, as `Flight.to_text`."""
         head = escape_control_chars(
             f"{self.name}: {rank_names((self.rank,), self.members)} of {len(self.members)} over "
             f"{self.transport}, timeout {self.timeout_s:g} s, {self.at}"
         )
         if not self.ops:
             return f"{head}\n(no operation yet)"
-        return f"{head}\n{plain_table(_HEADER, map(_row, self.ops), numeric=_NUMERIC)}"
+        table = plain_table(_HEADER, map(_row, self.ops), numeric=_NUMERIC)
+        if width is not None and max(map(len, table.splitlines())) > width:
+            rows = narrowed(_SHORT_HEADER, [*map(_short_row, self.ops)], _TEXT_COLUMNS, width)
+            table = plain_table(_SHORT_HEADER, rows, numeric=_SHORT_NUMERIC)
+        return f"{head}\n{table}"
 
 
 @dataclass(frozen=True)
@@ -160,8 +172,17 @@ class Flight:
     logs: tuple[FlightLog, ...]
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the tables of the operations.
+
+        Args:
+            width: characters in a line. Tables that are wider have fewer digits, names cut at the
+                left, "done" in place of its state, and no start of waiting. None to cut nothing.
+        """
         head = escape_control_chars(f"process {self.pid} on {self.host}: {self.reason}")
-        return "\n\n".join([head, *map(str, self.logs)])
+        return "\n\n".join([head, *(log.to_text(width) for log in self.logs)])
 
     def to_json(self) -> str:
         """Return the flight as JSON, with a line for each operation."""
@@ -242,3 +263,12 @@ def _row(op: FlightOp) -> list[str]:
     launched = f"-{op.launched_s:.4f} s"
     row = (number, step, op.kind, bucket, op.leaves, nbytes, launched, waited, done, op.state)
     return [escape_control_chars(cell) for cell in row]
+
+
+def _short_row(op: FlightOp) -> list[str]:
+    number, step, kind, bucket, leaves = _row(op)[:5]
+    size = size_text(op.nbytes) if op.nbytes >= 0 else ""
+    done: str = op.state
+    if op.state == "done" and op.done_s is not None:
+        done = f"+{time_text(op.done_s)}"
+    return [number, step, kind, bucket, leaves, size, f"-{time_text(op.launched_s)}", done]
