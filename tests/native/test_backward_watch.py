@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,20 @@ from torch.utils.checkpoint import checkpoint
 from fddp.native.autograd_leaves import param_set
 from fddp.native.backward_watch import backward_watch
 from tests.support.backward_calls import call_in_backward
+
+
+class Reports:
+    """Notes reports of gradients that are in no step."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def report(self, leaves: Sequence[int]) -> bool:
+        self.calls.append(f"local {leaves}")
+        return True
+
+    def refuse_early_use(self, leaf: int) -> None:
+        self.calls.append(f"early use of {leaf}")
 
 
 class Handler:
@@ -33,7 +47,7 @@ class Handler:
             with lock:
                 calls.append("output")
 
-        self.watch = backward_watch(self, self.gate, self.lock, on_output)
+        self.watch = backward_watch(self, self.gate, self.lock, on_output, Reports(calls))
 
     def on_first_grad(self, context: int | None) -> None:
         self.calls.append("first grad" if context is None else f"context {context}")
@@ -218,6 +232,29 @@ def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor,
     handler.watch.expect_outputs([output], True)
     unusual(handler, param, output, case)
     assert handler.calls == ["output"]
+
+
+def test_gradients_in_no_step_are_reported_at_the_end_of_the_pass() -> None:
+    handler = Handler()
+    params = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    watched = param_set(params, handler.watch)
+
+    def run(*used: int, allowed: bool = False) -> list[str]:
+        handler.calls.clear()
+        output = torch.stack([params[i].sum() for i in used]).sum()
+        if allowed:
+            handler.watch.allow_outputs([output])
+        output.backward()
+        return list(handler.calls)
+
+    assert run(0) == []  # not asked for
+    handler.watch.reports_local = True
+    assert run(0, 2) in (["local [0, 2]"], ["local [2, 0]"])
+    assert run(0, allowed=True) == []
+    assert run(1) == ["local [1]"]
+    handler.gate.is_on = False
+    assert run(1) == []
+    del watched
 
 
 @pytest.mark.slow

@@ -165,16 +165,25 @@ class _Handler:
     def finish(self, *, required: bool) -> None: ...
 
 
+class _Reports:
+    """Receiver of reports about gradients that are in no step."""
+
+    def report(self, leaves: list[int]) -> bool:
+        return bool(leaves)
+
+    def refuse_early_use(self, leaf: int) -> None: ...
+
+
 def _watches(draw: Draw) -> None:
     """Observers of backward passes, with outputs of any kind, and a handler that may be gone."""
     handler = _Handler()
     lock = threading.RLock()
-    watch = extension.load().BackwardWatch(handler, _OPEN, lock, lambda *_: None)
+    watch = extension.load().BackwardWatch(handler, _OPEN, lock, lambda *_: None, _Reports())
     if not draw.likely():
         del handler
     for _ in range(draw.below(_MOST_CALLS)):
         try:
-            match draw.below(6):
+            match draw.below(7):
                 case 0:
                     watch.queue_end(bool(draw.below(2)))
                 case 1:
@@ -185,6 +194,9 @@ def _watches(draw: Draw) -> None:
                     watch.note_output(), watch.note_step(), watch.reach_output(draw.anything())
                 case 4:
                     watch.expect_outputs(draw.anything(), bool(draw.below(2)))
+                case 5:
+                    watch.reports_local = bool(draw.below(2))
+                    watch.allow_outputs(draw.anything()), watch.reach_allowed_output(None)
                 case _:
                     param = torch.ones(2, requires_grad=True)
                     outputs = [param * 2, param, torch.ones(1)]
@@ -204,7 +216,7 @@ def _arrivals(draw: Draw) -> None:
         params = [draw.tensor(sound=True) for _ in params]
     is_leaves = draw.below(2) == 0
     handler = _Handler()
-    watch = module.BackwardWatch(handler, _OPEN, threading.RLock(), lambda *_: None)
+    watch = module.BackwardWatch(handler, _OPEN, threading.RLock(), lambda *_: None, _Reports())
     watch.watch(True)
     found = module.LeafSet(params) if is_leaves else module.ParamSet(params, watch)
     for _ in range(draw.below(_MOST_CALLS)):
@@ -255,6 +267,8 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
             found.intact([draw.tensor() for _ in range(draw.below(4))])
             found.assign([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
             found.restore()
+            found.leave_out_hooks(bool(draw.below(2))), found.begin(bool(draw.below(2)))
+            found.run_hooks()
 
 
 def _memory(draw: Draw) -> None:

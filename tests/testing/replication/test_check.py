@@ -98,7 +98,7 @@ def test_parameters_that_are_not_broadcast() -> None:
 
 def test_modules_and_optimizers_are_checked_after_the_step() -> None:
     def step(module, optimizer, batch):
-        ddp = fddp.DistributedDataParallel(module)
+        ddp = fddp.DistributedDataParallel(module, local_gradients="allow")
         loss = mse_loss(ddp.module(batch[0]), batch[1])
         loss.backward()
         optimizer.step()
