@@ -74,8 +74,6 @@ class ForwardPasses:
             ddp._raise_pending()
         if syncs:
             runner.usage.begin_forward()
-        else:
-            runner.parameters.hooks.defer_hooks()  # a step does when it begins
         runner.usage.joining = ddp._join_config.enable
         if changed or not runner.parameters.are_hooked():
             steps.change()

@@ -74,7 +74,7 @@ class LocalGradientReports:
             f"came through no output of the wrapper's forward, so no step averaged them; call "
             f"ddp(...), and not ddp.module(...) or a method of the module (wrap a module whose "
             f"forward calls the method), or run the pass within `with ddp.no_sync():` if local "
-            f"gradients are meant"
+            f"gradients are meant, or equal on all ranks"
         )
         if self._raises:
             raise ReplicationError(text, path=found[0])
@@ -95,9 +95,10 @@ class LocalGradientReports:
             raise ReplicationError(
                 f"rank {self._rank}: a post-accumulate-grad hook of {self._names[leaf]} changed "
                 f"the parameter or cleared its gradient in a backward pass without a step, as "
-                f"within no_sync(): it trains on this rank's own gradient, and replicas would "
-                f"differ; let an optimizer in a hook step only in the last pass of an "
-                f"accumulation, outside of no_sync(), where hooks run after the mean has arrived, "
-                f'or pass local_gradients="allow" to the DistributedDataParallel',
+                f"within no_sync(), or before finalize_backward(): it trains on this rank's own "
+                f"gradient, and replicas would differ; let an optimizer in a hook step only in the "
+                f"last pass of an accumulation, outside of no_sync() and without manual "
+                f"finalization, where hooks run after the mean has arrived, or pass "
+                f'local_gradients="allow" to the DistributedDataParallel',
                 path=self._names[leaf],
             )

@@ -203,6 +203,7 @@ class StepRunner:
         is_partial = len(here) < len(self.parameters.names)
         if is_partial and 0 in report.users and self.micro_batches is None:
             self.parameters.hooks.await_gradients([users == 0 for users in report.users])
+        self.wait_for_work()
         self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
         if step.record_time:
             idle = step.context.idle - set(report.late)
@@ -212,10 +213,6 @@ class StepRunner:
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),
             )
-        try:
-            self.parameters.hooks.run_hooks()
-        finally:
-            self.wait_for_work()  # to which hooks may have added
 
     def fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared."""

@@ -159,7 +159,8 @@ class Steps:
         if not runner.is_begun:
             runner.release_memory()
         self.outputs.clear()
-        self.passes.expect_grads(False)
+        if not self.passes.is_queued:  # else a checkpoint runs forward again
+            self.passes.expect_grads(False)
 
     def change(self) -> None:
         """Follow a change of the parameters; see [Note: changed parameters]."""
@@ -249,6 +250,11 @@ class Steps:
         with self.lock:
             if not (self.switch.is_manual and self._suspend(required=required)):
                 self.end(required=required)
+        # Hooks of users may call the wrapper, also from other threads.
+        try:
+            self.runner.parameters.hooks.run_hooks()
+        finally:
+            self.runner.wait_for_work()  # to which they may have added
 
     def end(self, *, required: bool) -> None:
         """Close the step, and make its results the gradients; as `finish`."""
@@ -341,7 +347,7 @@ class Steps:
         self.passes.reports_local = self._reports.is_on = False
         if self.is_open:
             self.runner.parameters.hooks.await_gradients([])
-        self.outputs = HookedOutputs(self.passes)
+            self.runner.parameters.hooks.leave_out_hooks(False)
         self.passes.asks_driver = self._asks_always = True
 
     def close(self) -> None:

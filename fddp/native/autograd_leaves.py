@@ -130,15 +130,12 @@ class ParamSet(GradientCounter, Protocol):
     def hook_count(self) -> int:
         """Return the number of hooks where gradients arrive, those of other owners included."""
 
-    def defer_hooks(self) -> None:
-        """Defer users' hooks after accumulation, where they were added since; see
-        [Note: hooks after accumulation] in csrc/autograd/accumulation_hooks.h."""
-
     def leave_out_hooks(self, on: bool) -> None:
-        """Set whether such hooks are left out of backward passes that take no step."""
+        """Set whether users' hooks after accumulation are left out of backward passes that take no
+        step; see [Note: hooks after accumulation] in csrc/autograd/accumulation_hooks.h."""
 
     def run_hooks(self) -> None:
-        """Run the deferred hooks of all parameters that `assign` has given a mean."""
+        """Run the deferred hooks of parameters that `assign` has given a mean, after the step."""
 
     def begin(self, defer: bool) -> None:
         """Start a step, before its first gradient. It ends with `disarm`, with or without `arm`.

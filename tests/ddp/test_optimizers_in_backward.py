@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import fddp
 from tests.support.models import rand
@@ -386,3 +387,120 @@ def test_what_each_kind_of_hook_sees() -> None:
             "post accumulate": [1.5],
             "optimizer": [1.5],
         }
+
+
+# Unusual programs
+
+
+def test_hooks_may_call_the_wrapper() -> None:
+    """To evaluate, and to run a step of another loss."""
+
+    def run(group: Any) -> list[float]:
+        ddp, layer = linear(group, gradient_as_bucket_view=True)
+        seen: list[float] = []
+
+        def evaluate(param: Tensor) -> None:
+            with torch.no_grad():
+                seen.append(ddp(torch.ones(1, 1)).item())
+            if group.rank == 0 and param.grad is not None:
+                seen.append(param.grad.item())
+
+        handle = layer.weight.register_post_accumulate_grad_hook(evaluate)
+        for _ in range(2):
+            run_step(ddp, group.rank)
+        handle.remove()
+        rest = [2]
+
+        def train(param: Tensor) -> None:
+            rest[0] -= 1
+            if rest[0]:
+                with torch.enable_grad():
+                    run_step(ddp, group.rank)
+
+        layer.weight.register_post_accumulate_grad_hook(train)
+        run_step(ddp, group.rank)
+        return [*seen, layer.weight.grad.item()]
+
+    first, second = fddp.loopback(RANKS, run)
+    assert first == [1.0, 1.5, 1.0, 3.0, 6.0]
+    assert second == [1.0, 1.0, 6.0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_wrapper_in_a_checkpoint(reentrant: bool) -> None:
+    def run(group: Any) -> list[Tensor]:
+        net = Net()
+        ran = train_in_backward(net)
+        ddp = DDP(net, process_group=group)
+        for step in range(STEPS):
+            x = batch(group.rank, step).requires_grad_()
+            checkpoint(ddp, x, use_reentrant=reentrant).square().mean().backward()
+        assert len(ran) == STEPS * 6
+        return weights(net)
+
+    one, two = fddp.loopback(RANKS, run)
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    torch.testing.assert_close(one, one_process())
+
+
+def test_forward_alone_outside_of_no_sync() -> None:
+    def run(group: Any) -> None:
+        ddp, layer = linear(group)
+        layer.weight.register_post_accumulate_grad_hook(clear)
+        out = ddp(torch.ones(1, 1)).sum()
+        with ddp.no_sync(), pytest.raises(fddp.errors.ReplicationError, match="hook of weight"):
+            out.backward()
+
+    fddp.loopback(RANKS, run)
+
+
+def test_nested_wrappers_run_hooks_once() -> None:
+    def run(group: Any) -> list[float]:
+        ddp, layer = linear(group)
+        seen: list[float] = []
+        outer = DDP(ddp, process_group=group)
+        layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        for _ in range(2):
+            layer.weight.grad = None
+            run_step(outer, group.rank)
+        return seen
+
+    assert fddp.loopback(RANKS, run) == [[1.5, 1.5]] * 2
+
+
+def test_a_hook_that_clears_all_gradients_leaves_the_other_hooks() -> None:
+    def run(group: Any) -> int:
+        net = Net()
+        ran: list[Tensor] = []
+
+        def hook(param: Tensor) -> None:
+            ran.append(param)
+            net.zero_grad()
+
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+        DDP(net, process_group=group)(batch(0, 0)).sum().backward()
+        return len(ran)
+
+    assert fddp.loopback(1, run) == [6]
+
+
+def test_a_hook_may_wait_for_a_thread_that_calls_the_wrapper() -> None:
+    def run(group: Any) -> float:
+        ddp, layer = linear(group)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                ddp(torch.ones(1, 1))
+
+        def hook(_: Tensor) -> None:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+        layer.weight.register_post_accumulate_grad_hook(hook)
+        run_step(ddp, group.rank)
+        return layer.weight.grad.item()
+
+    assert fddp.loopback(1, run) == [1.0]

@@ -12,6 +12,7 @@
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -25,6 +26,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -93,24 +95,23 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     return count;
   }
 
-  // Defer hooks that users have added to parameters; see [Note: hooks after accumulation].
-  void defer_hooks() {
-    for (size_t i = 0; i < size(); ++i) {
-      if (torch::autograd::impl::post_acc_grad_hooks(leaves_[i])) fddp::defer_hooks(leaves_[i], weak_from_this(), i);
-    }
-  }
-
   // Set whether users' hooks are left out of backward passes that take no step.
   void leave_out_hooks(bool on) {
     const std::lock_guard<std::mutex> lock(mutex_);
     leaves_out_hooks_ = on;
   }
 
-  // Run the deferred hooks of parameters that `assign` has given a mean which they still have.
+  // Run the deferred hooks of parameters that `assign` has given a mean, after the step. Those that
+  // are in a step of another set, too, are left to it.
   void run_hooks() {
-    const std::vector<bool> leaves = std::exchange(assigned_, {});
+    std::vector<bool> leaves = std::exchange(assigned_, {});
+    for (size_t i = 0; i < leaves.size(); ++i) leaves[i] = leaves[i] && leaves_[i].grad().defined();
+    runs_hooks_ = true;
+    const auto done = c10::make_scope_exit([this] { runs_hooks_ = false; });
     for (size_t i = 0; i < leaves.size(); ++i) {
-      if (leaves[i] && leaves_[i].grad().defined()) run_deferred(leaves_[i], *this);
+      if (!leaves[i] || is_taken_by_another(i)) continue;
+      defer_hooks(i);  // no gradient arrived here if only other ranks used the parameter
+      run_deferred(leaves_[i], *this);
     }
   }
 
@@ -119,13 +120,14 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     return in_step_ ? defers_hooks_ : leaves_out_hooks_;
   }
 
-  bool is_in_step() {
+  // Return true if gradients are those of a step, or its means.
+  bool takes_gradients() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return in_step_;
+    return in_step_ || runs_hooks_;
   }
 
   void note_early_use(size_t leaf) override {
-    if (is_in_step_of_another(leaf)) return;
+    if (is_taken_by_another(leaf)) return;
     const PythonEntry python;
     watch_->note_early_use(leaf);
   }
@@ -133,7 +135,6 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   // Start a step: record which gradients exist, for `restore`. It may end without `arm`. Users' hooks
   // run after `assign`, if `defer`.
   void begin(bool defer) {
-    defer_hooks();
     std::vector<at::Tensor> saved(size());
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < size(); ++i) {
@@ -144,6 +145,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     used_before_ = used_;
     saved_grads_.swap(saved);
     awaited_.clear();
+    assigned_.clear();
     in_step_ = true;
     defers_hooks_ = defer;
   }
@@ -237,6 +239,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   }
 
   void before_accumulation(size_t leaf) {
+    defer_hooks(leaf);  // users may add hooks at any time
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const bool is_awaited = !awaited_.empty() && awaited_[leaf];
@@ -256,7 +259,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
       is_local = !in_step_ && watch_->reports_local;
     }
     on_gradient(leaf, is_undefined);
-    if (is_local && !is_in_step_of_another(leaf)) {
+    if (is_local && !is_taken_by_another(leaf)) {
       const PythonEntry python;
       watch_->note_local(leaf);
     }
@@ -282,8 +285,13 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
  private:
   void hook();
 
+  // Defer the hooks of a parameter from now on, if it has some.
+  void defer_hooks(size_t leaf) {
+    if (torch::autograd::impl::post_acc_grad_hooks(leaves_[leaf])) fddp::defer_hooks(leaves_[leaf], weak_from_this(), leaf);
+  }
+
   // Return true if a step of another set over the same parameter takes its gradients.
-  bool is_in_step_of_another(size_t leaf) const;
+  bool is_taken_by_another(size_t leaf) const;
 
   // Return the result with the strides of its parameter.
   static at::Tensor laid_out(const at::Tensor& result, const at::Tensor& param) {
@@ -316,6 +324,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   bool in_step_ = false;                 // between `begin` and `disarm`
   bool defers_hooks_ = false;            // within the step
   bool leaves_out_hooks_ = false;        // outside of a step
+  std::atomic<bool> runs_hooks_{false};
   std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
 };
@@ -362,12 +371,12 @@ void remove_abandoned(Hooks& hooks) {
   hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_abandoned), hooks.end());
 }
 
-bool ParamSet::is_in_step_of_another(size_t leaf) const {
+bool ParamSet::is_taken_by_another(size_t leaf) const {
   const auto& hooks = accumulators_[leaf]->post_hooks();
   return std::any_of(hooks.begin(), hooks.end(), [this](const auto& hook) {
     const auto* const ours = dynamic_cast<const PostAccumulateHook*>(hook.get());
     const auto other = ours == nullptr ? nullptr : ours->set();
-    return other != nullptr && other.get() != this && other->is_in_step();
+    return other != nullptr && other.get() != this && other->takes_gradients();
   });
 }
 
@@ -415,7 +424,6 @@ void bind_params(py::module_& m) {
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("hook_count", &ParamSet::hook_count)
-      .def("defer_hooks", &ParamSet::defer_hooks)
       .def("leave_out_hooks", &ParamSet::leave_out_hooks, py::arg("on"))
       .def("run_hooks", &ParamSet::run_hooks)
       .def("begin", &ParamSet::begin, py::arg("defer"))
