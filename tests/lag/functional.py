@@ -270,6 +270,29 @@ def held(rank: Rank) -> None:
         rank.check(grads, means(4))
 
 
+def closed_with_handles(rank: Rank) -> None:
+    """Handles in flight when their sync is closed: awaited, or abandoned because of an error."""
+    params = rank.put(mlp())
+    sharded: dict[str, Any] = {"algorithm": "reduce_scatter", **SMALL}
+    for number in range(3):
+        x = rank.put(batch(rank.number, number))
+        with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+            handle = sync.start(torch.func.grad(mlp_loss)(params, x))
+        rank.check(handle.wait(), means(number))
+        with fddp.GradSync(params, group=rank.group, **sharded) as sync:
+            handle = sync.start_all_gather(sync.shard(params))
+        rank.check(handle.wait(), mlp())
+        try:
+            with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+                handle = sync.start(torch.func.grad(mlp_loss)(params, x))
+                raise ArithmeticError("in the loop")
+        except ArithmeticError:
+            del handle
+        ones = [torch.ones(8, 8).double(), torch.ones(8).double()] * 8
+        kept = [torch.ones_like(each, device=rank.device) for each in ones]
+        rank.check(kept, ones)
+
+
 def micro_batches(rank: Rank) -> None:
     """Gradients of an earlier micro-batch."""
     params = rank.put(mlp())
