@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fddp
 from fddp import periodic
@@ -49,34 +49,44 @@ def branches(p: Any, x: Tensor) -> Tensor:
     return total.square().mean()
 
 
-def on_streams(streams: tuple[torch.Stream, ...]) -> Callable[[Any, Tensor], Tensor]:
-    """As `branches`, with the first layers on other streams."""
+def on_streams(
+    streams: tuple[torch.Stream, ...], late: tuple[int, ...]
+) -> Callable[[Any, Tensor], Tensor]:
+    """As `branches`, with the first layers on other streams. Layers in `late` take long."""
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         current = torch.accelerator.current_stream()
-        total = x
-        for number, layer in enumerate(p.values()):
-            stream = streams[number] if number < len(streams) else current
+        own = (*streams, *[current] * (len(p) - len(streams)))
+        inner, outputs = [], []
+        for number, (stream, layer) in enumerate(zip(own, p.values(), strict=True)):
             stream.wait_stream(current)
             with stream:
-                y = torch.tanh(x @ layer["weight"] + layer["bias"])
-                y = y if stream == current else slow(y)
-            y.record_stream(current)
+                h = x @ layer["weight"] + layer["bias"]
+                inner.append(slow(h) if number in late else h)
+        # Apart, so that in backward no parameter's gradient waits for the stream of another layer.
+        for stream, h in zip(own, inner, strict=True):
+            with stream:
+                outputs.append(torch.tanh(h))
+            outputs[-1].record_stream(current)
+        for stream in streams:
             current.wait_stream(stream)
-            total = total + y
-        return total.square().mean()
+        return sum(outputs, x).square().mean()
 
     return loss_fn
 
 
 def several_streams(rank: Rank) -> None:
-    """Gradients computed on several streams, by bucket or together in one."""
+    """Gradients computed on several streams, by bucket or together, some of them late."""
     params = rank.put(mlp())
     streams = tuple(torch.Stream(device=rank.device) for _ in range(3))
-    caps: list[dict[str, Any]] = [SMALL, {"bucket_cap_mb": 1.0, "first_bucket_mb": 1.0}]
-    for cap in caps:
+    one, two = ({"bucket_cap_mb": mb, "first_bucket_mb": mb} for mb in (1.0, 0.0016))
+    sides = (0, 1, 2)
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]]
+    # The last bucket leaves after backward, which awaits all streams.
+    cases = [(SMALL, sides), (one, sides), (two, sides), (two, (2,)), (two, (3,))]
+    for cap, late in cases:
         with fddp.GradSync(params, group=rank.group, **cap) as sync:
-            step = sync.value_and_grad(on_streams(streams))
+            step = sync.value_and_grad(on_streams(streams, late))
             for number in range(3):
                 _, grads = step(params, rank.put(batch(rank.number, number)))
                 rank.check(grads, means(number, loss=branches))
@@ -102,27 +112,6 @@ def late_gradients(rank: Rank) -> None:
             _, grads = step(params, rank.put(batch(rank.number, number)))
             inputs = [(batch(other, number),) for other in range(2)]
             rank.check(grads, mean_gradients(loss_fn, mlp(layers=2), inputs, [1.0, 1.0]))
-
-
-def sparse(rank: Rank) -> None:
-    """A sparse leaf beside a dense one."""
-    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
-    params = rank.put(host)
-
-    def loss_fn(p: Any, index: Tensor) -> Tensor:
-        rows = nn.functional.embedding(index, p["table"], sparse=True)
-        return (rows * p["w"]).square().sum()
-
-    def dense(p: Any, index: Tensor) -> Tensor:
-        return (p["table"][index] * p["w"]).square().sum()
-
-    indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
-    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
-        for _ in range(2):
-            _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
-            grads["table"] = grads["table"].to_dense()
-            expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
-            rank.check(grads, expected, 1e-9)
 
 
 def shards(rank: Rank) -> None:
@@ -270,6 +259,29 @@ def held(rank: Rank) -> None:
         rank.check(grads, means(4))
 
 
+def closed_with_handles(rank: Rank) -> None:
+    """Handles in flight when their sync is closed: awaited, or abandoned because of an error."""
+    params = rank.put(mlp())
+    sharded: dict[str, Any] = {"algorithm": "reduce_scatter", **SMALL}
+    for number in range(3):
+        x = rank.put(batch(rank.number, number))
+        with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+            handle = sync.start(torch.func.grad(mlp_loss)(params, x))
+        rank.check(handle.wait(), means(number))
+        with fddp.GradSync(params, group=rank.group, **sharded) as sync:
+            handle = sync.start_all_gather(sync.shard(params))
+        rank.check(handle.wait(), mlp())
+        try:
+            with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+                handle = sync.start(torch.func.grad(mlp_loss)(params, x))
+                raise ArithmeticError("in the loop")
+        except ArithmeticError:
+            del handle
+        ones = [torch.ones(8, 8).double(), torch.ones(8).double()] * 8
+        kept = [torch.ones_like(each, device=rank.device) for each in ones]
+        rank.check(kept, ones)
+
+
 def micro_batches(rank: Rank) -> None:
     """Gradients of an earlier micro-batch."""
     params = rank.put(mlp())
@@ -326,7 +338,7 @@ def own_stream(rank: Rank) -> None:
     side.wait_stream(torch.accelerator.current_stream())
     with side, fddp.GradSync(params, group=rank.group, **SMALL) as sync:
         step = sync.value_and_grad(mlp_loss)
-        beside = sync.value_and_grad(on_streams((other,)))
+        beside = sync.value_and_grad(on_streams((other,), (0,)))
         for number in range(3):
             _, grads = step(params, rank.put(batch(rank.number, number)))
             rank.check(grads, means(number))
@@ -428,30 +440,3 @@ def averaged_periodically(rank: Rank) -> None:
             params = {"w": params["w"] * 1}
             rank.overwrite_free()
         rank.check(params, {"w": torch.full((300,), expected)})
-
-
-def sparse_on_streams(rank: Rank) -> None:
-    """A sparse gradient that is computed on another stream."""
-    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
-    params = rank.put(host)
-    side = torch.Stream(device=rank.device)
-
-    def loss_fn(p: Any, index: Tensor) -> Tensor:
-        current = torch.accelerator.current_stream()
-        side.wait_stream(current)
-        with side:
-            rows = slow(nn.functional.embedding(index, p["table"], sparse=True))
-        rows.record_stream(current)
-        current.wait_stream(side)
-        return (rows * p["w"]).square().sum()
-
-    def dense(p: Any, index: Tensor) -> Tensor:
-        return (p["table"][index] * p["w"]).square().sum()
-
-    indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
-    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
-        for _ in range(3):
-            _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
-            grads["table"] = grads["table"].to_dense()
-            expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
-            rank.check(grads, expected, 1e-9)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests import lag
 from tests.lag import functional as f
+from tests.lag import sparse_gradients as s
 from tests.lag import wrapper as w
 from tests.lag.rank import Rank
 
@@ -27,7 +28,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.mean_of_gradients,
         f.several_streams,
         f.late_gradients,
-        f.sparse,
+        s.sparse,
         f.shards,
         f.reduced_in_another_dtype,
         f.several_dtypes,
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.compressed,
         f.operators,
         f.closed_in_flight,
+        f.closed_with_handles,
         f.held,
         f.micro_batches,
         f.uneven,
@@ -46,9 +48,11 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.skipped,
         f.reduced_again,
         f.averaged_periodically,
-        f.sparse_on_streams,
+        s.sparse_on_streams,
+        s.sparse_taken,
         w.wrapped_with_views,
         w.accumulated,
+        w.wrapped_with_a_table,
         w.hooked,
         w.mixed,
         w.joined,

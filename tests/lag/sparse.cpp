@@ -2,6 +2,7 @@
 
 #include "device.h"
 
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_indices_native.h>
@@ -29,6 +30,18 @@ at::Tensor moved(const at::Tensor& tensor, at::Device device) {
   return sparse._coalesced_(tensor.is_coalesced());
 }
 
+// Write to a tensor of the device what an operator wrote on the host. A sparse one gets other parts.
+at::Tensor written(const at::Tensor& target, const at::Tensor& result) {
+  if (!target.is_sparse()) {
+    return target.copy_(result);
+  }
+  auto* sparse = static_cast<at::SparseTensorImpl*>(target.unsafeGetTensorImpl());
+  const auto device = target.device();
+  sparse->set_indices_and_values_unsafe(result._indices().to(device), result._values().to(device));
+  sparse->set_coalesced(result.is_coalesced());
+  return target;
+}
+
 // Run an operator on the host, between copies there and back.
 void run_sparse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto count = op.schema().arguments().size();
@@ -49,9 +62,8 @@ void run_sparse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < host.size(); ++i) {
     const auto* alias = op.schema().returns()[i].alias_info();
     if (alias != nullptr) {
-      const auto& target = arguments[0].toTensor();
-      TORCH_CHECK(alias->isWrite() && !target.is_sparse(), op.schema().name(), " of a sparse tensor of the device");
-      stack->push_back(target.copy_(host[i].toTensor()));
+      TORCH_CHECK(alias->isWrite(), op.schema().name(), " of a sparse tensor of the device");
+      stack->push_back(written(arguments[0].toTensor(), host[i].toTensor()));
     } else {
       stack->push_back(host[i].isTensor() ? c10::IValue(moved(host[i].toTensor(), *device)) : host[i]);
     }

@@ -36,6 +36,46 @@ def wrapped_with_views(rank: Rank) -> None:
     wrapped(rank, gradient_as_bucket_view=True)
 
 
+class Table(nn.Module):
+    """A table of rows, with sparse gradients or dense ones, before a layer."""
+
+    def __init__(self, device: torch.device, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 8, sparse=sparse).double().to(device)
+        self.layer = nn.Linear(8, 8).double().to(device)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.layer(self.table(index))
+
+
+def wrapped_with_a_table(rank: Rank) -> None:
+    """Sparse gradients of one parameter, accumulated over two micro-batches and of one."""
+
+    def rows_of(number: int, owner: int) -> Tensor:
+        return torch.tensor([1, 1 + owner, 4 + number, 4 + 2 * owner])
+
+    def expected(numbers: tuple[int, ...]) -> dict[str, Tensor]:
+        net = Table(torch.device("cpu"), sparse=False)
+        for number in numbers:
+            for owner in range(2):
+                (mean_square(net, rows_of(number, owner)) / 2).backward()
+        return gradients(net)
+
+    net = Table(rank.device, sparse=True)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for numbers in ((0,), (0, 1), (2,)):
+        ddp.zero_grad()
+        for number in numbers[:-1]:
+            with ddp.no_sync():
+                mean_square(ddp, rank.put(rows_of(number, rank.number))).backward()
+        mean_square(ddp, rank.put(rows_of(numbers[-1], rank.number))).backward()
+        found = gradients(net)
+        assert found["table.weight"].is_sparse
+        found["table.weight"] = found["table.weight"].to_dense()
+        rank.check(found, expected(numbers))
+
+
 def accumulated(rank: Rank) -> None:
     """Two micro-batches, the first without communication."""
     net = module(rank.device)

@@ -1,0 +1,10 @@
+"""The list of mutants follows the code."""
+
+from __future__ import annotations
+
+from tests.mutants.catalogue import MUTANTS
+
+
+def test_each_mutant_applies() -> None:
+    """Its text occurs once in its file, and its tests exist."""
+    assert not {mutant.name: problem for mutant in MUTANTS if (problem := mutant.problem())}
