@@ -19,9 +19,10 @@ NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
 .PHONY: test quick nightly bits mutants lag-mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
-# Four workers, because many tests wait: for processes to start, or for each other.
+# Four workers, because many tests wait: for processes to start, or for each other. Half of the examples
+# of each property.
 test: lint
-	$(RUN) -m pytest -n 4 --dist worksteal
+	EXAMPLES=0.5 $(RUN) -m pytest -n 4 --dist worksteal
 
 # Those that start no process and compile nothing, with a quarter of the examples of each property.
 quick: $(INSTALLED)

@@ -337,6 +337,7 @@ def test_groups_axes_and_plans(rank: int, world_size: int) -> None:
     assert {name: value for name, value in off.items() if value != 0.0} == {}
 
 
+@pytest.mark.nightly
 @on_processes(2)
 def test_communicated_tensors_have_static_shapes(rank: int, world_size: int) -> None:
     graphs: list[Any] = []

@@ -382,6 +382,7 @@ def reported(group: Any, program: list[Forward | Backward]) -> list[tuple[bool, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @given(program=passes())
 def test_generated_passes_raise_if_they_leave_different_gradients(program: Any) -> None:

@@ -84,6 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("first", ["hooks", "wrapper"])

@@ -23,6 +23,7 @@ def soak_on_rank(rank: int, world_size: int) -> RankResult:
     return run_rank(Soak(steps=STEPS, minutes=5.0, seed=3, samples=12, shown=False))
 
 
+@pytest.mark.nightly
 def test_nothing_grows_and_replicas_stay_equal(ranks: RankPool) -> None:
     results = ranks.run(2, soak_on_rank)
     assert [one.turns for one in results] == [STEPS, STEPS]

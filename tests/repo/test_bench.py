@@ -141,6 +141,7 @@ def _field(rank: int, world_size: int) -> tuple[set[str], bool, str]:
     return set(), alike, ""
 
 
+@pytest.mark.nightly
 def test_wrong_gradients_are_not_timed(ranks: RankPool) -> None:
     for names, alike, error in ranks.run(2, _field):
         assert names == {LOCAL_MODULE, LOCAL_FUNCTION, *SYNCHRONISED}

@@ -54,6 +54,7 @@ def test_tools_check_the_version_that_the_package_promises() -> None:
     assert f"vermin --target={version}-" in text("Makefile")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_no_newer_features() -> None:
     minor = int(lowest().partition(".")[2])

@@ -166,6 +166,7 @@ def virtual_on_rank(rank: int, world_size: int) -> list[VirtualRun]:
     return [over_virtual_ranks(None, count, True) for count in COUNTS]
 
 
+@pytest.mark.nightly
 def test_sums_that_are_left_cross_hosts(hosts: Hosts) -> None:
     """A quarter of each sum on each rank, and a quarter of the mean, with the bits of one rank."""
     whole = 4 * (1200 * 700 + 700)

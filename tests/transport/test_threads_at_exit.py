@@ -94,6 +94,7 @@ def test_a_run_that_ends_in_order_ends_with_0(tmp_path: Path, turn: int) -> None
         assert (rank.returncode, outcome) == (0, b"")
 
 
+@pytest.mark.nightly
 def test_handlers_at_exit_may_close_transports() -> None:
     """Closing starts threads, which end before the interpreter does, as do those of others."""
     ways = pairwise(exits.REGISTERED, exits.CALLS, exits.BESIDE, exits.TRANSPORTS, exits.ENDS)

@@ -254,6 +254,7 @@ os.write(1, f"rank {rank} is done\\n".encode())  # at once
 """
 
 
+@pytest.mark.nightly
 def test_groups_of_the_same_name_and_ends_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(_AGAIN)
     run = torchrun(str(tmp_path / "again.py"))
@@ -292,6 +293,7 @@ def _ends_with_0(tmp_path: Path, program: str) -> str:
     return torchrun(str(script)).stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [4, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_pending_callbacks(tmp_path: Path, size: int) -> None:
     _ends_with_0(tmp_path, _PENDING_CALLBACKS.format(before="", size=size) + _LEAKED)

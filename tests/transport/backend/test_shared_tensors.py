@@ -157,6 +157,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "disabled"),
     [("fddp", "0"), pytest.param("cpu:fddp", "1", marks=pytest.mark.nightly)],
