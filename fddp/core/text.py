@@ -46,6 +46,17 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
+def choice_text(name: str, value: object, known: Iterable[str]) -> str:
+    """Return the error about an argument that is none of the known words.
+
+    Example:
+        >>> choice_text("scaling", "befor", ("before", "after"))
+        "scaling must be one of before, after, got 'befor'; did you mean 'before'?"
+    """
+    known = tuple(known)
+    return f"{name} must be one of {', '.join(known)}, got {value!r}{suggestion(value, known)}"
+
+
 def size_text(nbytes: float) -> str:
     """Return a number of bytes with its unit; see `unit_of`.
 

@@ -19,11 +19,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from fddp.core.text import counted, suggestion
+from fddp.core.text import choice_text, counted
 from fddp.errors import ReplicationError
 
 LocalGradients = Literal["warn", "raise", "allow"]
-"""What happens to a backward pass that leaves local gradients."""
+"""Policy for a backward pass that leaves local gradients."""
 
 _SHOWN = 3
 _INSIDE = ("fddp.", "torch.")
@@ -33,10 +33,7 @@ def check_local_gradients(value: str) -> None:
     """Raise a ValueError if the argument `local_gradients` is unknown."""
     known = get_args(LocalGradients)
     if value not in known:
-        raise ValueError(
-            f"local_gradients must be one of {', '.join(known)}, got {value!r}"
-            f"{suggestion(value, known)}"
-        )
+        raise ValueError(choice_text("local_gradients", value, known))
 
 
 class LocalGradientReports:

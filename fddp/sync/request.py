@@ -13,7 +13,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
-from fddp.core.text import counted, suggestion
+from fddp.core.text import choice_text, counted
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
@@ -101,11 +101,7 @@ class Request:
             raise problem
         for name, choices in (("algorithm", Reduction), ("nonfinite", Policy)):
             if getattr(self, name) not in get_args(choices):
-                value, known = getattr(self, name), get_args(choices)
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {value!r}"
-                    f"{suggestion(value, known)}"
-                )
+                raise ValueError(choice_text(name, getattr(self, name), get_args(choices)))
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "

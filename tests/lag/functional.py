@@ -11,6 +11,7 @@ import fddp
 from fddp import periodic
 from fddp.tree.pytree import tree_map
 from tests.lag.rank import SMALL, Rank, means, slow
+from tests.support.backward_calls import call_in_backward
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 
 if TYPE_CHECKING:
@@ -213,18 +214,12 @@ def closed_in_flight(rank: Rank) -> None:
     """A step that fails with buckets in flight, and a closed sync."""
     params = rank.put(mlp())
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("in backward")
+    def fail() -> None:
+        raise ArithmeticError("in backward")
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         first, *others = p.values()
-        x = Fails.apply(torch.tanh(x @ first["weight"] + first["bias"]))
+        x = call_in_backward(torch.tanh(x @ first["weight"] + first["bias"]), fail)
         for layer in others:
             x = torch.tanh(x @ layer["weight"] + layer["bias"])
         return x.square().mean()

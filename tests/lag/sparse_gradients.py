@@ -1,7 +1,8 @@
-"""What fddp does with sparse gradients on a device, each compared with one process on the CPU."""
+"""Sparse gradients on a device, each scenario compared with one process on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,31 +14,35 @@ from tests.lag.rank import Rank, slow
 from tests.support.models import mean_gradients
 
 
-def sparse(rank: Rank) -> None:
-    """A sparse leaf beside a dense one."""
+def _check_table(rank: Rank, loss_fn: Callable[[Any, Tensor], Tensor], *, steps: int) -> None:
+    """Compare steps of a table, whose loss function makes its gradient sparse, and a dense leaf."""
     host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
     params = rank.put(host)
-
-    def loss_fn(p: Any, index: Tensor) -> Tensor:
-        rows = nn.functional.embedding(index, p["table"], sparse=True)
-        return (rows * p["w"]).square().sum()
 
     def dense(p: Any, index: Tensor) -> Tensor:
         return (p["table"][index] * p["w"]).square().sum()
 
     indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
     with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
-        for _ in range(2):
+        for _ in range(steps):
             _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
             grads["table"] = grads["table"].to_dense()
             expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
             rank.check(grads, expected, 1e-9)
 
 
+def sparse(rank: Rank) -> None:
+    """A sparse leaf beside a dense one."""
+
+    def loss_fn(p: Any, index: Tensor) -> Tensor:
+        rows = nn.functional.embedding(index, p["table"], sparse=True)
+        return (rows * p["w"]).square().sum()
+
+    _check_table(rank, loss_fn, steps=2)
+
+
 def sparse_on_streams(rank: Rank) -> None:
     """A sparse gradient that is computed on another stream."""
-    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
-    params = rank.put(host)
     side = torch.Stream(device=rank.device)
 
     def loss_fn(p: Any, index: Tensor) -> Tensor:
@@ -49,16 +54,7 @@ def sparse_on_streams(rank: Rank) -> None:
         current.wait_stream(side)
         return (rows * p["w"]).square().sum()
 
-    def dense(p: Any, index: Tensor) -> Tensor:
-        return (p["table"][index] * p["w"]).square().sum()
-
-    indices = [torch.tensor([1, 1, 4]), torch.tensor([4, 7])]
-    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
-        for _ in range(3):
-            _, grads = sync.value_and_grad(loss_fn)(params, rank.put(indices[rank.number]))
-            grads["table"] = grads["table"].to_dense()
-            expected = mean_gradients(dense, host, [(i,) for i in indices], [1.0, 1.0])
-            rank.check(grads, expected, 1e-9)
+    _check_table(rank, loss_fn, steps=3)
 
 
 def sparse_taken(rank: Rank) -> None:

@@ -13,7 +13,7 @@ from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
-from fddp.core.text import leaf_text, suggestion
+from fddp.core.text import choice_text, leaf_text
 
 Algorithm = Literal["all_reduce", "hierarchical", "reduce_scatter", "all_gather"]
 
@@ -199,10 +199,7 @@ def _check(
 ) -> None:
     for name, value, choice in ("algorithm", algorithm, Algorithm), ("scaling", scaling, Scaling):
         if value not in get_args(choice):
-            known = get_args(choice)
-            raise ValueError(
-                f"{name} must be one of {', '.join(known)}, got {value!r}{suggestion(value, known)}"
-            )
+            raise ValueError(choice_text(name, value, get_args(choice)))
     if reduce_dtype not in (None, "float32", "float64"):
         raise ValueError(f"reduce_dtype must be float32 or float64, got {reduce_dtype!r}")
     if split_mb is not None and not 0 < split_mb < float("inf"):

@@ -16,7 +16,7 @@
 
 namespace fddp {
 
-// Owner of parameters whose hooks may be deferred. All calls come without the GIL.
+// Owner of parameters whose hooks may be deferred. Calls come with the GIL or without it.
 class HookOwner {
  public:
   virtual ~HookOwner() = default;
