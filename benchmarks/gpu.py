@@ -1,7 +1,8 @@
 """The same questions on a GPU: `python -m benchmarks.gpu`, which `make bench-gpu` runs.
 
-One device and one rank: pack and unpack against the device's own copy, and steps against those of
-torch's DDP. Where there is no GPU it says so, and measures nothing.
+One rank: pack and unpack against the device's own copy, and steps against those of torch's DDP.
+`torchrun --nproc-per-node 2 -m benchmarks.gpu` has ranks share the device over gloo, since NCCL
+refuses that, and measures steps. Where there is no GPU it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -52,21 +53,28 @@ def main() -> None:
         print("no CUDA device here: nothing was measured")
         return
     card = torch.cuda.get_device_name()
-    print(f"on {card}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     device = torch.device("cuda", torch.cuda.current_device())
-    open_group(device)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        open_group(device)
+    is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
+    models = MODELS if ranks == 1 else WORKLOADS
     try:
-        with Stages(shown=True) as stages:
-            packing = packing_times(device, args.rounds, stages)
+        with Stages(shown=is_first) as stages:
+            packing = packing_times(device, args.rounds, stages) if ranks == 1 else {}
             steps = {
                 name: step_times(workload, device, args.rounds, stages)
-                for name, workload in MODELS.items()
+                for name, workload in models.items()
             }
     finally:
         dist.destroy_process_group()
-    tables = [_packing_table(packing)]
-    tables += [_steps_table(MODELS[name].title, series) for name, series in steps.items()]
-    publish(tables, figures(packing, steps), {"card": card}, args.json)
+    if not is_first:
+        return
+    print(f"{ranks} ranks on {card}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    tables = [_packing_table(packing)] if packing else []
+    tables += [_steps_table(models[name].title, series) for name, series in steps.items()]
+    publish(tables, figures(packing, steps), {"card": card, "ranks": ranks}, args.json)
 
 
 def open_group(device: torch.device) -> None:
@@ -99,9 +107,9 @@ def packing_times(
 def step_times(
     workload: Workload, device: torch.device, rounds: int, stages: Stages
 ) -> dict[str, Series]:
-    """Steps of one rank: local only, fddp, and DDP in its modes."""
+    """Steps: local only, fddp, and DDP in its modes. A collective call."""
     placed = _on(workload, device)
-    batch = placed.batch(0)
+    batch = placed.batch(dist.get_rank())
     has_buffers = any(True for _ in placed.build().buffers())
     field = [
         make(placed, batch)
@@ -134,7 +142,7 @@ def figures(
             key=lambda times: times.median_s,
         )
         found += [
-            at_most(1.0, "step, one rank / best DDP", f"{model}, {name}", ratio(times, theirs))
+            at_most(1.0, "step / best DDP", f"{model}, {name}", ratio(times, theirs))
             for name, times in series.items()
             if name.startswith(FDDP)
         ]
@@ -174,7 +182,7 @@ def _packing_table(series: Mapping[str, Series]) -> Table:
 
 
 def _steps_table(title: str, series: Mapping[str, Series]) -> Table:
-    table = numbers_table(f"{title}, one rank", ("ms", "less local step"))
+    table = numbers_table(title, ("ms", "less local step"))
     for name, times in series.items():
         is_function = name in (FDDP, LOCAL_FUNCTION)
         local = series[LOCAL_FUNCTION if is_function else LOCAL_MODULE]
