@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ _NUMEL = (1 << 30) // 4 // _LEAVES  # 1 GiB of float32 in all
 _STEPS = 10
 _WARM_UP = 4
 _COPY = "one copy"
+_IN_A_ROW = 10  # so that the device, not the host, sets the pace
+# torch's multi-tensor operations scale in a pass of its own, over the target.
+_BOUNDS = {"pack_": 0.8, "pack_, scaled": 0.4, "unpack_": 0.8, "unpack_, scaled": 0.4}
 
 #: larger than those for a CPU, so that the device has something to do
 MODELS = {
@@ -89,7 +93,8 @@ def open_group(device: torch.device) -> None:
 def packing_times(
     device: torch.device, rounds: int, stages: Stages, leaves: int = _LEAVES, numel: int = _NUMEL
 ) -> dict[str, Series]:
-    """Times of packing and unpacking float32 leaves, and of one copy of as many bytes."""
+    """Times of packing and unpacking float32 leaves, and of one copy of as many bytes; of
+    `_IN_A_ROW` calls."""
     bucket = make_bucket(leaves, numel, torch.float32, device)
     flat = torch.randn(bucket.buffer.numel(), device=device)
     sources, layout, buffer, _ = bucket
@@ -101,7 +106,13 @@ def packing_times(
         "unpack_, scaled": lambda: unpack_(sources, layout, buffer, 0.5, stats=False),
     }
     stages.begin(f"packing {buffer.nbytes >> 20} MiB in {leaves} leaves", rounds)
-    return measure(_finished(calls, device), rounds, 5, stages.advance)
+    in_a_row = {name: partial(_repeat, call) for name, call in calls.items()}
+    return measure(_finished(in_a_row, device), rounds, 5, stages.advance)
+
+
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(_IN_A_ROW):
+        call()
 
 
 def step_times(
@@ -132,7 +143,12 @@ def figures(
 ) -> list[Figure]:
     """Figures with a bound."""
     found = [
-        at_least(0.8, f"bandwidth / device copy, {name}", "1 GiB", ratio(packing[_COPY], times))
+        at_least(
+            _BOUNDS[name],
+            f"bandwidth / device copy, {name}",
+            "1 GiB",
+            ratio(packing[_COPY], times),
+        )
         for name, times in packing.items()
         if name != _COPY
     ]
@@ -177,7 +193,8 @@ def _packing_table(series: Mapping[str, Series]) -> Table:
     table = numbers_table("1 GiB of float32 in 300 leaves", ("ms", "GB/s read and written"))
     moved = 2 * 4 * _LEAVES * _NUMEL
     for name, times in series.items():
-        table.add_row(name, f"{times.median_s * 1e3:.2f}", f"{moved / times.median_s / 1e9:.0f}")
+        seconds = times.median_s / _IN_A_ROW
+        table.add_row(name, f"{seconds * 1e3:.2f}", f"{moved / seconds / 1e9:.0f}")
     return table
 
 

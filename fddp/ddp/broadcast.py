@@ -107,7 +107,9 @@ def _received(transport: Transport, names: list[str], own: list[Tensor], src: in
         sent = own
         if has_changed:
             sent = [torch.empty(s, dtype=dtype, device=device) for _, dtype, s, _, device in before]
-        flag = torch.full((1,), int(has_changed), dtype=sent[0].dtype, device=sent[0].device)
+        # On the CPU it is sent with the buffers. On another device, reading it would wait.
+        place = transport.control_device
+        flag = torch.full((1,), int(has_changed), dtype=sent[0].dtype, device=place)
         changed, *received = broadcast_tensors(transport, [flag, *sent], src)
         if not changed.item():
             if has_changed:

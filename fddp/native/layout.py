@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan
@@ -112,13 +111,3 @@ def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
     start = buffer.storage_offset()
     slots = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
     return [buffer.as_strided(shape, strides, start + offset) for shape, strides, offset in slots]
-
-
-def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a value is scaled between these two.
-
-    Example:
-        >>> arithmetic_dtype(torch.bfloat16, torch.float16)
-        torch.float32
-    """
-    return torch.promote_types(torch.promote_types(source, target), torch.float32)

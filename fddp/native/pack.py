@@ -21,7 +21,6 @@ sources are not read if the scale is zero.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -30,16 +29,9 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
-from fddp.native.layout import UNMEASURED, arithmetic_dtype, views
+from fddp.native.layout import UNMEASURED
 from fddp.native.layout import Layout as Layout
 from fddp.native.layout import Stats as Stats
-from fddp.native.torch_private import (
-    foreach_add_,
-    foreach_copy_,
-    foreach_mul,
-    foreach_mul_,
-    foreach_zero_,
-)
 
 _COMPILED = frozenset({"cpu"})  # types of the devices with compiled kernels
 
@@ -77,15 +69,7 @@ def pack_(
     """
     if buffer.device.type in _COMPILED:
         return cast(float, extension.load().pack_(buffer, layout.native, sources, scale))
-    _check("source", sources, layout, buffer)
-    with torch.no_grad():
-        slots = views(buffer, layout)
-        if scale == 0.0:
-            sources = [None] * len(slots)
-        missing = [slot for slot, source in zip(slots, sources, strict=True) if source is None]
-        if missing:
-            foreach_zero_(missing)
-        _copy_scaled_(slots, sources, scale)
+    extension.load().foreach_pack_(buffer, layout.native, sources, scale)
     return math.nan
 
 
@@ -107,15 +91,7 @@ def pack_add_(
     """
     if buffer.device.type in _COMPILED:
         return cast(float, extension.load().pack_add_(buffer, layout.native, sources, scale))
-    _check("source", sources, layout, buffer)
-    present = [i for i, source in enumerate(sources) if source is not None]
-    if not present or scale == 0.0:
-        return math.nan
-    with torch.no_grad():
-        slots = views(buffer, layout)
-        terms = views(torch.empty_like(buffer), layout)
-        _copy_scaled_(terms, sources, scale)
-        foreach_add_([_real(slots[i]) for i in present], [_real(terms[i]) for i in present])
+    extension.load().foreach_pack_add_(buffer, layout.native, sources, scale)
     return math.nan
 
 
@@ -200,12 +176,10 @@ def unpack_(
     if buffer.device.type in _COMPILED:
         measured = Stats(*extension.load().unpack_(outputs, layout.native, buffer, scale))
         return measured if stats else UNMEASURED
-    _check("output", outputs, layout, buffer)
-    with torch.no_grad():
-        pairs = zip(views(buffer, layout), outputs, strict=True)
-        _copy_scaled_(outputs, [None if output is None else slot for slot, output in pairs], scale)
-        written = [output for output in outputs if output is not None]
-        return read_stats([measure(written)]) if stats else UNMEASURED
+    extension.load().foreach_unpack_(outputs, layout.native, buffer, scale)
+    if not stats:
+        return UNMEASURED
+    return read_stats([measure([output for output in outputs if output is not None])])
 
 
 def measure(tensors: Sequence[Tensor]) -> Tensor:
@@ -215,7 +189,7 @@ def measure(tensors: Sequence[Tensor]) -> Tensor:
         Two float64 numbers on the device: the sum of squared magnitudes, and the number of elements
         that are NaN or infinite.
     """
-    flat = [_real(tensor).reshape(-1) for tensor in tensors]
+    flat = [_real(tensor.resolve_conj()).reshape(-1) for tensor in tensors]
     whole = torch.cat(flat) if flat else torch.empty(0)
     sq_norm = torch.linalg.vector_norm(whole, dtype=torch.float64).square()
     return torch.stack([sq_norm, (~whole.isfinite()).sum().double()])
@@ -287,57 +261,5 @@ def storage_use_count(tensor: Tensor) -> int:
     return cast(int, extension.load().storage_use_count(tensor))
 
 
-# Devices without compiled kernels
-
-
-def _copy_scaled_(
-    targets: Sequence[Tensor | None], sources: Sequence[Tensor | None], scale: float
-) -> None:
-    """Set each target to the cast of its source times `scale`, if both are present."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for target, source in zip(targets, sources, strict=True):
-        if target is not None and source is not None:
-            groups[source.dtype, target.dtype].append((_real(target), _real(source)))
-    for pairs in groups.values():
-        to, of = map(list, zip(*pairs, strict=True))
-        arithmetic = arithmetic_dtype(of[0].dtype, to[0].dtype)
-        if scale == 1.0:
-            foreach_copy_(to, of)
-        elif to[0].dtype == arithmetic:
-            foreach_copy_(to, of)
-            foreach_mul_(to, scale)
-        else:
-            # Not in place: torch would round the factor to the 16 bits of the target.
-            exact = of[0].dtype in (to[0].dtype, arithmetic)
-            wide = of if exact else [source.to(arithmetic) for source in of]
-            foreach_copy_(to, foreach_mul(wide, scale))
-
-
 def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor in a form for multi-tensor operations: dense, real, at least 1-d."""
-    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    dense = dense.resolve_neg().resolve_conj()
-    if dense.is_complex():
-        return torch.view_as_real(dense)
-    # torch also rounds the factor for 16-bit tensors without a dimension.
-    return dense if dense.dim() else dense.reshape(1)
-
-
-def _check(role: str, leaves: Sequence[Tensor | None], layout: Layout, buffer: Tensor) -> None:
-    # Multi-tensor copies would broadcast a smaller leaf, and drop an imaginary part.
-    if len(leaves) != len(layout.shapes):
-        raise ValueError(f"got {len(leaves)} {role}s for {len(layout.shapes)} leaves")
-    for i, (leaf, shape) in enumerate(zip(leaves, layout.shapes, strict=True)):
-        if leaf is None:
-            continue
-        if leaf.shape != shape:
-            raise ValueError(
-                f"{role} {i} has shape {list(leaf.shape)}, the layout says {list(shape)}"
-            )
-        if leaf.is_complex() != buffer.is_complex() or not (
-            leaf.is_complex() or leaf.is_floating_point()
-        ):
-            raise TypeError(
-                f"{role} {i} has dtype {leaf.dtype}, the buffer {buffer.dtype}: both must be "
-                "floating or both complex"
-            )
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -28,11 +28,6 @@ __all__ = [
     "enable_single_level_autograd_function",
     "eval_frame",
     "extract_stack",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_zero_",
     "is_gradtrackingtensor",
     "keep_ordered",
     "peek_interpreter_stack",
@@ -41,14 +36,6 @@ __all__ = [
     "temporarily_clear_interpreter_stack",
     "will_engine_execute_node",
 ]
-
-# Multi-tensor operations, for packing on devices without compiled kernels: one launch for all
-# leaves of a bucket. torch's optimizers use them as well.
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_mul = torch._foreach_mul
-foreach_mul_ = torch._foreach_mul_
-foreach_zero_ = torch._foreach_zero_
 
 # Transforms and tracers, which are refused, or suspended while collectives run.
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fddp
 from tests import lag
 from tests.lag import scenarios
-from tests.lag.rank import SMALL, Rank
+from tests.lag.rank import SMALL, Rank, module
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import run_fresh
 
@@ -71,3 +71,20 @@ def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
     for without, informed in run(waits_on_rank):
         assert without == []
         assert informed == ["copy to the host"]
+
+
+def buffers_on_rank(rank: int, world_size: int) -> list[str]:
+    waits = lag.load()
+    group = dist.new_group(backend="cpu:gloo,lag:lag")
+    device = torch.device("lag", 0)
+    net = fddp.DistributedDataParallel(module(device), process_group=group)
+    x = batch(rank, 0).to(device)
+    for _ in range(3):
+        waits.take_waits()
+        net(x)
+        found: list[str] = waits.take_waits()
+    return found
+
+
+def test_a_forward_that_broadcasts_buffers_does_not_wait_for_the_device(lagging: str) -> None:
+    assert run(buffers_on_rank) == [[], []]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fddp.native.layout import UNMEASURED, Layout, Stats, arithmetic_dtype, views
+from fddp.native.layout import UNMEASURED, Layout, Stats, views
 
 
 def pack_(
@@ -93,7 +93,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _scaled(source: Tensor, target: torch.dtype, scale: float) -> Tensor:
-    wide = source.to(arithmetic_dtype(source.dtype, target))
+    wide = source.to(_arithmetic_dtype(source.dtype, target))
     scaled = _real(wide) * scale
     return (torch.view_as_complex(scaled) if wide.is_complex() else scaled).to(target)
 
@@ -101,3 +101,8 @@ def _scaled(source: Tensor, target: torch.dtype, scale: float) -> Tensor:
 def _measure(tensors: Sequence[Tensor]) -> Stats:
     sq_norm = sum(float(_real(tensor).double().square().sum()) for tensor in tensors)
     return Stats(sq_norm, all(bool(tensor.isfinite().all()) for tensor in tensors))
+
+
+def _arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """The dtype in which a value is scaled between these two."""
+    return torch.promote_types(torch.promote_types(source, target), torch.float32)

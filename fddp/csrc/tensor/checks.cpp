@@ -89,11 +89,15 @@ void check_leaf(
 
 }  // namespace
 
-void check_cpu_buffer(const at::Tensor& buffer, int64_t numel) {
+void check_plain_buffer(const at::Tensor& buffer, int64_t numel) {
   TORCH_CHECK_TYPE(
       !is_wrapper(buffer),
       "the buffer is a tensor subclass or belongs to a torch.func transform, expected a plain one");
   check_buffer(buffer, numel);
+}
+
+void check_cpu_buffer(const at::Tensor& buffer, int64_t numel) {
+  check_plain_buffer(buffer, numel);
   TORCH_CHECK_VALUE(buffer.is_cpu(), "the buffer is on ", buffer.device(), ", expected cpu");
 }
 

@@ -19,7 +19,10 @@ using Leaves = std::vector<at::Tensor>;
 inline constexpr c10::DispatchKeySet kWrapperKeys = c10::functorch_transforms_ks | c10::python_ks |
     c10::DispatchKeySet(c10::DispatchKey::Functionalize);
 
-// Raise unless `buffer` is a plain CPU tensor that passes check_buffer.
+// Raise unless `buffer` is a plain tensor that passes check_buffer.
+void check_plain_buffer(const at::Tensor& buffer, int64_t numel);
+
+// Raise unless it is also on the CPU.
 void check_cpu_buffer(const at::Tensor& buffer, int64_t numel);
 
 // Raise unless there is one source, possibly undefined, for each slot. A source has the slot's

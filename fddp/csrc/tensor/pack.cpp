@@ -1,9 +1,6 @@
 #include "pack.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,23 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "foreach_pack.h"
 #include "parallel.h"
+#include "plain_ops.h"
 
 namespace py = pybind11;
 
 namespace fddp {
 namespace {
-
-// Guard that disables autograd, modes and functional transforms for torch operations on plain
-// tensors.
-struct PlainOps {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard below_modes{
-      kWrapperKeys |
-      c10::DispatchKeySet(
-          {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-           c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
-};
 
 // A complex element is copied as two real ones.
 c10::ScalarType real_dtype(const at::Tensor& tensor) {
@@ -205,8 +193,8 @@ Leaves leaves_from(py::handle items) {
   return leaves;
 }
 
-template <double (*kPack)(const at::Tensor&, const Layout&, const Leaves&, double)>
-double pack_from_python(
+template <auto kPack>
+auto pack_from_python(
     const at::Tensor& buffer, const Layout& layout, py::handle sources, double scale) {
   const Leaves leaves = leaves_from(sources);
   const py::gil_scoped_release no_gil;
@@ -219,6 +207,13 @@ std::pair<double, bool> unpack_from_python(
   const py::gil_scoped_release no_gil;
   const Stats stats = unpack_(leaves, layout, buffer, scale);
   return {stats.sq_norm, stats.finite};
+}
+
+void foreach_unpack_from_python(
+    py::handle outputs, const Layout& layout, const at::Tensor& buffer, double scale) {
+  const Leaves leaves = leaves_from(outputs);
+  const py::gil_scoped_release no_gil;
+  foreach_unpack_(leaves, layout, buffer, scale);
 }
 
 std::pair<double, bool> scale_from_python(const at::Tensor& buffer, double scale) {
@@ -235,4 +230,7 @@ void bind_pack(py::module_& m) {
   m.def("pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_add_>));
   m.def("scale_", torch::wrap_pybind_function(&fddp::scale_from_python));
   m.def("unpack_", torch::wrap_pybind_function(&fddp::unpack_from_python));
+  m.def("foreach_pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_>));
+  m.def("foreach_pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_add_>));
+  m.def("foreach_unpack_", torch::wrap_pybind_function(&fddp::foreach_unpack_from_python));
 }
