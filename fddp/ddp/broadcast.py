@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
+from fddp.collectives.replicas.broadcast import broadcast_, broadcast_parts
 from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import MappingOf
 from fddp.ddp.torch_private import preserve_version_counter
@@ -73,7 +73,7 @@ def broadcast_buffers(
     for name, mine, value in zip(names, own, received, strict=True):
         buffer = named[name]
         if _is_held(buffer, mine):
-            _replace(module, buffer, value)
+            _replace(module, buffer, torch.empty_like(mine).copy_(value))
         else:
             with preserve_version_counter(buffer):
                 mine.copy_(value)
@@ -110,7 +110,7 @@ def _received(transport: Transport, names: list[str], own: list[Tensor], src: in
         # On the CPU it is sent with the buffers. On another device, reading it would wait.
         place = transport.control_device
         flag = torch.full((1,), int(has_changed), dtype=sent[0].dtype, device=place)
-        changed, *received = broadcast_tensors(transport, [flag, *sent], src)
+        changed, *received = broadcast_parts(transport, [flag, *sent], src)
         if not changed.item():
             if has_changed:
                 there = _shapes([name for name, *_ in before], sent)
@@ -120,7 +120,7 @@ def _received(transport: Transport, names: list[str], own: list[Tensor], src: in
     _check_equal(shapes, _BUFFERS_ALIKE, DesyncError)
     _check_dense(names, own)
     transport.size_cache["buffers"] = now
-    return broadcast_tensors(transport, own, src)
+    return broadcast_parts(transport, own, src)
 
 
 def _changed_error(rank: int, here: dict[str, str], src: int, there: dict[str, str]) -> DesyncError:

@@ -604,7 +604,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """Return True if the next forward synchronises at least one buffer."""
         # Walking a module for its buffers costs more than the rest of the work before a forward.
         is_on = self.require_forward_param_sync and self.forward_sync_buffers
-        return is_on and self._watch.has_buffers and bool(self.named_module_buffers)
+        if not (is_on and self._watch.has_buffers):
+            return False
+        return any(name not in self._options.ignored for name, _ in self.module.named_buffers())
 
     def _assign_modules_buffers(self) -> None:
         """No-op. Buffers are looked up when needed."""

@@ -127,6 +127,16 @@ def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int)
     return [copies[i] for i in range(len(tensors))]
 
 
+def broadcast_parts(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+    """As `broadcast_tensors`, without copies: contiguous views of the buffers that were sent."""
+    found: dict[int, Tensor] = {}
+    for members in _batches(tensors, AT_ONCE_BYTES):
+        like = [tensors[i] for i in members]
+        parts = _received(transport, like, src, "the broadcast of a tree")
+        found.update(zip(members, parts, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
 def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
     """Write rank `src`'s tensors into the tensors of all ranks, a batch at a time."""
     for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
