@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -288,7 +289,7 @@ class Steps:
         self.passes.asks_driver = True
         if not self.switch.in_step and runner.step is not None:
             runner.fail_on_misuse(runner.parameters.used_names())
-            send(runner.step)
+            runner.parameters.hooks.on_home_streams(partial(send, runner.step))
             runner.current.arrived = runner.step.contributions.arrived()
         return True
 

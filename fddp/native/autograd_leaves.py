@@ -70,6 +70,9 @@ class GradientCounter(Protocol):
     ) -> None:
         """Start counting gradients. `on_bucket(b)` is called once bucket b has all it expects."""
 
+    def on_home_streams(self, body: Callable[[], object]) -> None:
+        """Call `body` on the streams of the step, for which the current ones then wait."""
+
     def disarm(self) -> None:
         """Stop counting and release the callback."""
 

@@ -57,6 +57,8 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         w.mixed,
         w.joined,
         w.wrapped_on_streams,
+        w.wrapped_within_a_stream,
+        w.backward_within_a_stream,
         w.delayed,
         w.buffers_by_a_hook,
         w.moved_inputs,

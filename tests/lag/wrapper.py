@@ -186,6 +186,36 @@ def wrapped_on_streams(rank: Rank) -> None:
             rank.check(gradients(net), branch_means(number))
 
 
+def wrapped_within_a_stream(rank: Rank) -> None:
+    """A module that was wrapped, and given hooks, within another stream than it is trained on:
+    https://github.com/NVIDIA/Megatron-LM/issues/3670."""
+    net, side = module(rank.device), torch.Stream(device=rank.device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        for p in net.parameters():
+            p.register_hook(lambda grad: slow(grad) * 2)
+    torch.accelerator.current_stream().wait_stream(side)
+    for number in range(3):
+        ddp.zero_grad()
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        doubled = {name: grad * 2 for name, grad in module_means(number, mean_square).items()}
+        rank.check(gradients(net), doubled)
+
+
+def backward_within_a_stream(rank: Rank) -> None:
+    """Backward passes, and reads of gradients, on another stream than forward passes."""
+    net, side = module(rank.device), torch.Stream(device=rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for number in range(3):
+        ddp.zero_grad()
+        loss = mean_square(ddp, rank.put(batch(rank.number, number)))
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            loss.backward()
+            rank.check(gradients(net), module_means(number, mean_square))
+
+
 def delayed(rank: Rank) -> None:
     """Parameters that are averaged once another one has its gradient."""
     net = Branches(rank.device, (0, 3))

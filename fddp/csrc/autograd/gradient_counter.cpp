@@ -115,7 +115,7 @@ void GradientCounter::disarm() {
 std::vector<at::Tensor> GradientCounter::take_locked(int64_t bucket, bool keep) {
   TORCH_CHECK_VALUE(members_ != nullptr, "arm must be called before gradients can be taken");
   const auto& members = members_->leaves.at(bucket);
-  wait_for_streams(bucket);
+  wait_for(streams_[bucket]);
   std::vector<at::Tensor> grads;
   grads.reserve(members.size());
   for (const int64_t leaf : members) {
@@ -274,8 +274,16 @@ void GradientCounter::note_stream(int64_t bucket, const at::Tensor& leaf) {
   for (const at::Tensor& part : parts) guard.recordDataPtrOnStream(part.storage().data_ptr(), *home);
 }
 
-void GradientCounter::wait_for_streams(int64_t bucket) {
-  for (const c10::Stream& stream : streams_[bucket]) {
+void GradientCounter::on_home_streams(const py::object& body) {
+  {
+    const c10::MultiStreamGuard guard(home_);
+    body();
+  }
+  wait_for(home_);
+}
+
+void GradientCounter::wait_for(const std::vector<c10::Stream>& streams) {
+  for (const c10::Stream& stream : streams) {
     const c10::impl::VirtualGuardImpl guard(stream.device_type());
     const c10::Stream current = guard.getStream(stream.device());
     if (current == stream) continue;
@@ -310,6 +318,7 @@ void bind_gradient_counter(py::module_& m) {
   py::class_<GradientCounter, std::shared_ptr<GradientCounter>>(m, "GradientCounter")
       .def_property_readonly("leaves", &GradientCounter::leaves)
       .def("disarm", &GradientCounter::disarm)
+      .def("on_home_streams", &GradientCounter::on_home_streams, py::arg("body"))
       .def("take", &GradientCounter::take, py::arg("bucket"), py::arg("keep"))
       .def("pack",
            torch::wrap_pybind_function_no_gil(

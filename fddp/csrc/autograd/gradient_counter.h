@@ -65,6 +65,9 @@ class GradientCounter {
   // Stop counting and release the listener, which would otherwise close a reference cycle.
   void disarm();
 
+  // Call `body` on the home streams, and make the caller's streams wait for them.
+  void on_home_streams(const pybind11::object& body);
+
   // Return the gradients of one bucket. With `keep`, the leaves continue to accumulate into them.
   // Gradients that arrive later count as late.
   std::vector<std::optional<at::Tensor>> take(int64_t bucket, bool keep);
@@ -131,10 +134,12 @@ class GradientCounter {
   // Backward runs parts of a graph on the streams on which forward ran them. A step packs, sends and
   // unpacks on the stream that was current when it began, its home: that of a device's memory for
   // buckets and results. It waits there for the streams that computed a bucket's gradients. These
-  // gradients are memory of the other streams, and must not be reused before home has read them.
+  // gradients are memory of the other streams, and must not be reused before home has read them. A
+  // step that began within backward began on the stream of a parameter, which may be another than
+  // the one that backward was called on: it ends on home, too, and that one waits for home.
   void note_home_streams();
   void note_stream(int64_t bucket, const at::Tensor& leaf);
-  void wait_for_streams(int64_t bucket);
+  static void wait_for(const std::vector<c10::Stream>& streams);
 
   std::shared_ptr<const BucketMembers> members_;
   std::vector<int64_t> bucket_of_;     // by leaf

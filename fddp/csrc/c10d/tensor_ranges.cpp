@@ -10,7 +10,14 @@ namespace {
 void append(std::vector<TensorRange>& ranges, const std::vector<at::Tensor>& tensors, bool is_written) {
   for (size_t item = 0; item < tensors.size(); ++item) {
     const at::Tensor& tensor = tensors[item];
-    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0) continue;
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    if (tensor.is_sparse()) {
+      // A result has other memory, so the tensor itself stands for it.
+      const auto* const begin = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+      ranges.push_back({begin, begin + 1, is_written, item});
+      continue;
+    }
+    if (tensor.layout() != at::kStrided) continue;
     int64_t last = 0;  // offset of the last element
     for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
     const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());

@@ -17,7 +17,7 @@ struct TensorRange {
   size_t item;  // position in its list
 };
 
-// Ranges of the dense tensors of a call; see Backend for its lists. Others have no range.
+// Ranges of the dense and sparse tensors of a call; see Backend for its lists.
 std::vector<TensorRange> ranges_of(
     const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs);
 

@@ -72,6 +72,23 @@ def test_the_call_does_not_wait(ranks: RankPool) -> None:
     assert ranks.run(2, _without_waiting)[0]
 
 
+def _twice_in_flight(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    for count in (3, 20_000):
+        tensors = [_sparse(r, 30_000, count, torch.float32) for r in range(world_size)]
+        own = tensors[rank].clone()
+        works = [dist.all_reduce(own, group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        total = sum(tensor.to_dense() for tensor in tensors)
+        assert torch.equal(own.to_dense(), total * world_size**2)
+    dist.destroy_process_group(group)
+
+
+def test_calls_in_flight_on_one_tensor_follow_each_other(ranks: RankPool) -> None:
+    ranks.run(2, _twice_in_flight)
+
+
 def _errors(rank: int, world_size: int) -> None:
     group = new_fddp_group()
 
