@@ -24,7 +24,7 @@ def run_by_nightly(path: Path) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", [*map(run_by_nightly, NOTEBOOKS)])
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = executed(path, tmp_path)

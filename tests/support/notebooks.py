@@ -27,7 +27,11 @@ def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a run in `folder`; an error in any cell is raised."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=600,
+        startup_timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     ).execute(env=os.environ | {"PYTHONWARNINGS": SLOW_LEGEND})
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:

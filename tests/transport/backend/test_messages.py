@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -110,9 +111,10 @@ def _thread_sleeps() -> int:
     """Number of times that the thread of messages has gone to sleep."""
     sleeps = 0
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text() == "fddp-messages\n":
-            status = (task / "status").read_text()
-            sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            if (task / "comm").read_text() == "fddp-messages\n":
+                status = (task / "status").read_text()
+                sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
     return sleeps
 
 
