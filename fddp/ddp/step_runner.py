@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.autograd_context import SKIP_IN_CONTEXT, begin_in_context
@@ -166,9 +165,6 @@ class StepRunner:
         Args:
             reached_s: time at which backward reached an output, in seconds of `perf_counter`.
         """
-        self.parameters.hooks.on_home_streams(partial(self._finish, reached_s))
-
-    def _finish(self, reached_s: float) -> None:
         if self.current is None or self.current.step is None:
             raise (self.current and self.current.open_error) or InternalError(
                 "a step was to end that was not open"

@@ -269,7 +269,8 @@ class Steps:
                 elif required and not runner.is_begun:
                     runner.open()
                 if runner.is_begun:
-                    runner.finish(self.passes.note_step())
+                    finish = partial(runner.finish, self.passes.note_step())
+                    runner.parameters.hooks.on_home_streams(finish)
             except BaseException as error:
                 runner.recorder.set_error_and_log(str(error))
                 raise
