@@ -18,10 +18,20 @@ from tests.support.pack_cases import assert_same_bits, flat_layout, pack_foreach
 # Unusual tensors
 
 
-def test_zero_tensors_are_read_as_zeros() -> None:
+def test_zero_tensors_are_read_as_zeros(ops: Any) -> None:
     buffer = torch.ones(3)
-    pack.pack_(buffer, flat_layout(3), [torch._efficientzerotensor(3)])
+    ops.pack_(buffer, flat_layout(3), [torch._efficientzerotensor(3)])
     assert_same_bits(buffer, torch.zeros(3))
+
+
+def test_outputs_may_conjugate_and_negate(ops: Any) -> None:
+    buffer = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
+    memory = torch.zeros(2, dtype=torch.complex64)
+    ops.unpack_([memory.conj()], flat_layout(2), buffer)
+    assert torch.equal(memory.conj(), buffer)
+    memory = torch.zeros(2, dtype=torch.complex64)
+    ops.unpack_([memory.conj().imag], flat_layout(2), torch.tensor([1.0, 3.0]))
+    assert torch.equal(memory.imag, torch.tensor([-1.0, -3.0]))
 
 
 def test_modes_do_not_reach_plain_tensors() -> None:
