@@ -204,9 +204,16 @@ def wrapped_within_a_stream(rank: Rank) -> None:
 
 
 def backward_within_a_stream(rank: Rank) -> None:
-    """Backward passes, and reads of gradients, on another stream than forward passes."""
+    """Backward passes, and reads of gradients, on another stream than forward passes. A hook has
+    the last operation of the step take long."""
     net, side = module(rank.device), torch.Stream(device=rank.device)
     ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+
+    def mean_late(group: Any, bucket: Any) -> Any:
+        sent = default_hooks.allreduce_hook(group, bucket)
+        return sent.then(lambda future: slow(future.value()))
+
+    ddp.register_comm_hook(rank.group, mean_late)
     for number in range(3):
         ddp.zero_grad()
         loss = mean_square(ddp, rank.put(batch(rank.number, number)))

@@ -215,13 +215,14 @@ def test_written_tensors_get_new_versions_without_autograd_history() -> None:
     ] == [True] * 2
 
 
-def test_a_source_may_be_its_own_slice() -> None:
+def test_a_source_may_be_its_own_slice(ops: Any) -> None:
     layout = flat_layout(3, 4)
     buffer = torch.arange(7.0)
-    assert pack.pack_(buffer, layout, views(buffer, layout), 0.5) == 3.0
+    peaks = [ops.pack_(buffer, layout, views(buffer, layout), scale) for scale in (0.5, 1.0)]
     assert_same_bits(buffer, torch.arange(7.0) / 2)
-    assert pack.pack_add_(buffer, layout, pack.slices(buffer, layout), 1.0) == 3.0
+    peaks.append(ops.pack_add_(buffer, layout, pack.slices(buffer, layout), 1.0))
     assert_same_bits(buffer, torch.arange(7.0))
+    assert peaks == [3.0] * 3 or all(map(math.isnan, peaks))
 
 
 @pytest.mark.parametrize("form", ["dense", "expanded"])
