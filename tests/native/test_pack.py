@@ -222,7 +222,10 @@ def test_a_source_may_be_its_own_slice(ops: Any) -> None:
     assert_same_bits(buffer, torch.arange(7.0) / 2)
     peaks.append(ops.pack_add_(buffer, layout, pack.slices(buffer, layout), 1.0))
     assert_same_bits(buffer, torch.arange(7.0))
-    assert peaks == [3.0] * 3 or all(map(math.isnan, peaks))
+    if ops is pack:
+        assert peaks == [3.0] * 3
+    else:
+        assert all(map(math.isnan, peaks))
 
 
 @pytest.mark.parametrize("form", ["dense", "expanded"])
