@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.text import counted
+from fddp.core.text import choice_text, counted
 from fddp.ddp.local_gradients import LocalGradients
 from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
@@ -181,7 +181,7 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
 def check_policy(policy: Policy, *, delays: bool) -> None:
     """Raise a ValueError if `nonfinite` is unknown, or does not support delayed parameters."""
     if policy not in get_args(Policy):
-        raise ValueError(f"nonfinite must be one of {', '.join(get_args(Policy))}, got {policy!r}")
+        raise ValueError(choice_text("nonfinite", policy, get_args(Policy)))
     if delays and policy != "propagate":
         raise ValueError(
             f"nonfinite={policy!r} and delay_all_reduce_named_params can't be combined: "

@@ -150,6 +150,15 @@ def test_a_cap_must_be_a_size(given: dict[str, Any]) -> None:
         options(**given)
 
 
+@pytest.mark.parametrize("name", ["local_gradients", "nonfinite"])
+def test_unknown_policies_are_errors_with_a_suggestion(name: str) -> None:
+    def wrap(group: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^{name} must be one of .*; did you mean 'raise'\?"):
+            fddp.DistributedDataParallel(nn.Linear(2, 2), process_group=group, **{name: "rise"})
+
+    fddp.loopback(1, wrap)
+
+
 def test_a_module_on_one_accelerator_has_one_device() -> None:
     found = options(nn.Linear(2, 2, device="meta"), device_ids=[torch.device("cuda", 3)])
     assert (found.device_ids, found.output_device) == ((3,), 3)

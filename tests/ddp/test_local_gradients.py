@@ -419,11 +419,3 @@ def test_one_rank_alone_raises_on_every_rank(ranks: RankPool, buffers: bool) -> 
     assert first.startswith("PeerError")
     assert said in second
     assert said in first
-
-
-def test_an_unknown_policy_is_an_error() -> None:
-    def run(group: Any) -> None:
-        with pytest.raises(ValueError, match=r"local_gradients .* did you mean 'raise'"):
-            DDP(Model(), process_group=group, local_gradients="rise")  # type: ignore[arg-type]
-
-    fddp.loopback(1, run)
