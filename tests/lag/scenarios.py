@@ -60,6 +60,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         w.wrapped_on_streams,
         w.wrapped_within_a_stream,
         w.backward_within_a_stream,
+        w.wrapped_in_contexts,
         w.delayed,
         w.buffers_by_a_hook,
         w.moved_inputs,

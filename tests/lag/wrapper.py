@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
@@ -221,6 +225,43 @@ def backward_within_a_stream(rank: Rank) -> None:
         with side:
             loss.backward()
             rank.check(gradients(net), module_means(number, mean_square))
+
+
+def wrapped_in_contexts(rank: Rank) -> None:
+    """Gradients in contexts of distributed autograd, on another stream than the step before, which
+    used no parameter."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = module(rank.device)
+
+        def forward(self, x: Tensor, *, use: bool = True) -> Tensor:
+            return self.layers(x) if use else x * 1
+
+    net = Net()
+    before, here = (torch.Stream(device=rank.device) for _ in range(2))
+    ddp = fddp.DistributedDataParallel(
+        net, process_group=rank.group, bucket_cap_mb=CAP, find_unused_parameters=True
+    )
+    for p in net.parameters():
+        p.register_hook(slow)
+    store = [f"{tempfile.mkdtemp()}/store"]
+    dist.broadcast_object_list(store, group=rank.group)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store[0]}")
+    rpc.init_rpc(f"rank{rank.number}", rank=rank.number, world_size=2, rpc_backend_options=options)
+    for number in range(3):
+        x = rank.put(batch(rank.number, number)).requires_grad_()
+        before.wait_stream(torch.accelerator.current_stream())
+        with before:
+            ddp(x, use=False).sum().backward()
+        here.wait_stream(torch.accelerator.current_stream())
+        with here, dist_autograd.context() as context:
+            dist_autograd.backward(context, [mean_square(ddp, x)])
+            found = dist_autograd.get_gradients(context)
+            own = {name: found[p] for name, p in net.layers.named_parameters()}
+            rank.check(own, module_means(number, mean_square))
+    rpc.shutdown()
 
 
 def delayed(rank: Rank) -> None:

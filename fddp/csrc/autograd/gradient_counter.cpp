@@ -108,6 +108,7 @@ void GradientCounter::disarm() {
   std::vector<EagerSlot> eager;
   const std::lock_guard<std::mutex> lock(mutex_);
   armed_ = false;
+  home_.clear();
   eager.swap(eager_);
   listener.swap(listener_);
 }
@@ -244,11 +245,13 @@ at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
 
 void GradientCounter::notify_bucket(int64_t bucket) {
   std::shared_ptr<BucketListener> listener;
+  std::vector<c10::Stream> home;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     listener = listener_;
+    home = home_;
   }
-  const c10::MultiStreamGuard guard(home_);
+  const c10::MultiStreamGuard guard(home);
   if (listener) listener->bucket_ready(bucket);
 }
 
@@ -275,11 +278,12 @@ void GradientCounter::note_stream(int64_t bucket, const at::Tensor& leaf) {
 }
 
 void GradientCounter::on_home_streams(const py::object& body) {
+  const std::vector<c10::Stream> home = home_;  // which `body` clears if it disarms
   {
-    const c10::MultiStreamGuard guard(home_);
+    const c10::MultiStreamGuard guard(home);
     body();
   }
-  wait_for(home_);
+  wait_for(home);
 }
 
 void GradientCounter::wait_for(const std::vector<c10::Stream>& streams) {

@@ -65,7 +65,8 @@ class GradientCounter {
   // Stop counting and release the listener, which would otherwise close a reference cycle.
   void disarm();
 
-  // Call `body` on the home streams, and make the caller's streams wait for them.
+  // Call `body` on the home streams, and make the caller's streams wait for them. There are none
+  // unless `arm` was called since `disarm`.
   void on_home_streams(const pybind11::object& body);
 
   // Return the gradients of one bucket. With `keep`, the leaves continue to accumulate into them.
