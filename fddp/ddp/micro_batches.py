@@ -128,12 +128,6 @@ def check_virtual(module: Module, *, delays: bool) -> None:
         )
 
 
-def carried_ranks(engine: Engine) -> range:
-    """Return the virtual ranks that this rank carries; empty without virtual ranks."""
-    virtual = engine.schedule.virtual
-    return range(0) if virtual is None else virtual.runs[engine.transport.rank]
-
-
 def _new_sums(engine: Engine, leaves: Sequence[Tensor]) -> VirtualSums:
     devices = Devices()
     for bucket in engine.program.buckets:
@@ -142,7 +136,7 @@ def _new_sums(engine: Engine, leaves: Sequence[Tensor]) -> VirtualSums:
 
 
 def _wrong_number(engine: Engine, found: str) -> str:
-    run = carried_ranks(engine)
+    run = engine.program.carried
     if not run:
         raise InternalError("a step over virtual ranks has none on this rank")
     return (

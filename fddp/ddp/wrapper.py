@@ -49,7 +49,7 @@ from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_joiner
 from fddp.ddp.joiner import Joiner
 from fddp.ddp.local_gradients import LocalGradients, check_local_gradients
 from fddp.ddp.logging_data import Recorder
-from fddp.ddp.micro_batches import carried_ranks, check_virtual
+from fddp.ddp.micro_batches import check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.module_step import check_finalized
 from fddp.ddp.parameter_watch import ParameterWatch
@@ -663,7 +663,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     @property
     def carried_ranks(self) -> range:
         """Virtual ranks that this rank carries; empty without virtual ranks."""
-        return carried_ranks(self.steps.engine)
+        return self.steps.engine.program.carried
 
     @property
     def skipped(self) -> bool:

@@ -38,17 +38,16 @@ class Executor(Protocol):
 
     Attributes:
         is_finite, may_overflow: as in a control word, from packing.
-        has_failed: True if an instruction has raised an error.
         position: position in the schedule of the operation under way, or -1.
     """
 
     is_finite: bool
     may_overflow: bool
-    has_failed: bool
     position: int
 
     def __call__(self, bucket: int) -> None:
-        """Note that all expected gradients of a bucket have arrived. Never raises."""
+        """Note that all expected gradients of a bucket have arrived, and run the list as far as the
+        launch rule allows during backward. Never raises."""
 
     def pack_leaves(self, leaves: list[Tensor | None], factor: float) -> bool:
         """Pack gradients by leaf of the plan, times a factor. Return True if none is missing."""

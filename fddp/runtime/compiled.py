@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlWord, decode, encode
 from fddp.core.protocol.launch import LAUNCHED
@@ -78,9 +77,6 @@ class CompiledProgram:
             and not gathers
             and schedule.scaling != "after"
         )
-        # The weight of every rank is the unit of weight, so the unit does not matter.
-        ranks = schedule.topology.world_size
-        self.unit_factor = WeightScale(ranks, scaling=schedule.scaling).before(1.0)
 
     @cached_property
     def constants(self) -> NativeConstants:
@@ -164,9 +160,8 @@ class CompiledProgram:
         position, op = instruction.position, instruction.op
         start, stop = self.program.extents[position]
         if op.kind == "pack":
-            if op.when != "always":
-                return make_instr(instruction, "call", _pack_call(position))
-            return make_instr(instruction, "pack", _pack_call(position))
+            kind = "pack" if op.when == "always" else "call"
+            return make_instr(instruction, kind, _at(operations.pack, position))
         if op.kind == "control":
             if op.bucket >= 0:  # written by `finish.send_word` once the list has ended
                 return make_instr(instruction, "await")
@@ -229,7 +224,7 @@ def _constants(program: Program) -> NativeConstants:
         module.StepBucket(
             bucket.leaves,
             bucket.layout.native,
-            program.packing.native[bucket.index],
+            program.packing[bucket.index],
             bucket.padded_numel,
             bucket.max_safe_magnitude,
             bucket.index in schedule.retained,
@@ -252,16 +247,8 @@ def _constants(program: Program) -> NativeConstants:
 
 
 def _at(run: Callable[..., Any], position: int) -> Callable[..., Any]:
-    def call(step: Any, wait_soon: bool) -> Any:
-        return run(step, position, wait_soon)
-
-    return call
-
-
-def _pack_call(position: int) -> Callable[..., Any]:
-    # The executor passes None or a function here, but a bool where the pack is a plain "call".
-    def call(step: Any, raise_error: Any) -> None:
-        operations.pack(step, position, raise_error if callable(raise_error) else None)
+    def call(step: Any, *further: Any) -> Any:
+        return run(step, position, *further)
 
     return call
 
@@ -275,7 +262,7 @@ def make_instr(
     stop: int = 0,
 ) -> NativeInstr:
     op = instruction.op
-    awaited = [position for position, bucket in instruction.awaited if bucket >= 0]
+    awaited = instruction.awaited
     return instr_type()(kind, instruction.position, op.bucket, start, stop, awaited, call)
 
 

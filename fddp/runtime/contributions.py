@@ -97,7 +97,8 @@ class Contributions:
         """Retain the sources of a bucket if packing may turn a finite number into infinity."""
 
     def sources(self, bucket: int) -> list[WeightedGradients] | None:
-        """Gradients packed into the bucket that was packed last. None if already released."""
+        """Gradients that were packed into the bucket, if it is the one packed last. None if already
+        released."""
         return self.parts(bucket)
 
     def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
@@ -231,7 +232,6 @@ class BackwardContributions(Contributions):
         self._program = program
         self._accumulated = accumulated
         self._idle = idle
-        self._packs_early = packs_early
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
         self.allocates_early = packs_early
@@ -279,7 +279,7 @@ class BackwardContributions(Contributions):
         self._scale, weight = scale, self.own_weight
         self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
-        early = self._program.packing.early if self._packs_early else {}
+        early = self._program.early if self.allocates_early else {}
         eager = [
             new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
             for bucket, leaves in early.items()
@@ -339,7 +339,7 @@ class BackwardContributions(Contributions):
             return self._pack_kept_(bucket, buffer, layout, scale, late=False)
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self.own_weight)
-        packing = self._program.packing.native[bucket]
+        packing = self._program.packing[bucket]
         peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
             for sums, weight in _earlier(self._accumulated, self._program.plan.buckets[bucket]):

@@ -37,13 +37,12 @@ class HookSums(Sums):
     Attributes:
         spans: when the hook ran or waited, on the clock of `time.perf_counter`; with
             `record_time` only.
-        is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
     """
 
     def __init__(self, bound: BoundHook, context: StepContext) -> None:
         super().__init__(context.code.program, context.scale)
-        self.is_raw = bound.hook.raw
-        if self.is_raw:
+        self._is_raw = bound.hook.raw
+        if self._is_raw:
             self.averages = self.applies_scale = False
         self._bound = bound
         self._transport, self._step = context.transport, context.step
@@ -133,13 +132,13 @@ class HookSums(Sums):
 
     def scale(self, weight: float) -> WeightScale:
         """As `Sums.scale`; raw hooks receive gradients unscaled."""
-        return _raw_scale(1, weight) if self.is_raw else self._scale
+        return _raw_scale(1, weight) if self._is_raw else self._scale
 
     def scale_after_report(
         self, bucket: BucketProgram, report: ControlReport, weight: float, *, repairs: bool
     ) -> WeightScale:
         """As `Sums.scale_after_report`; a raw hook has divided the results that repairs change."""
-        if self.is_raw:
+        if self._is_raw:
             return _raw_scale(self._transport.world_size if repairs else 1, weight)
         return super().scale_after_report(bucket, report, weight, repairs=repairs)
 
@@ -187,7 +186,7 @@ class HookSums(Sums):
 
     def rescaled(self, report: ControlReport) -> frozenset[int]:
         """As `Sums.rescaled`; the results of raw hooks are divided already."""
-        return frozenset() if self.is_raw else super().rescaled(report)
+        return frozenset() if self._is_raw else super().rescaled(report)
 
     def new_states(
         self, states: Sequence[Any], report: ControlReport, results: Sequence[Tensor | None]
@@ -217,7 +216,7 @@ class HookSums(Sums):
                 f"{'chunk' if is_scattered else 'buffer'} has, {len(own)}, got {found}"
             )
         own.copy_(result.view(own.shape))
-        if averages and not self.is_raw:
+        if averages and not self._is_raw:
             own /= ranks
         if self._failure is None:
             self._bound.learn(op.bucket, work.collectives.issued if work.is_declared else None)
@@ -227,7 +226,7 @@ class HookSums(Sums):
             self._new_states[op.bucket] = state
 
     def _resolve(self, work: HookWork) -> Any:
-        if self.is_raw and not self._is_late:
+        if self._is_raw and not self._is_late:
             self._await_raw(work)
         return work.resolve()
 
@@ -255,17 +254,17 @@ class HookSums(Sums):
         except Exception as error:
             is_hooks = isinstance(error, HookError) or not isinstance(error, FddpError)
             expected = self._bound.expected(work.op.bucket, work.collectives.issued)
-            if expected is None or self._is_late or not (self.is_raw or is_hooks):
+            if expected is None or self._is_late or not (self._is_raw or is_hooks):
                 raise
             if self._transport.closed_by:
                 raise
             if self._failure is None:
                 where = f"{self._bound.hook.name} on {work.what}: "
-                if self.is_raw:  # others may wait in a collective of the hook's own group
+                if self._is_raw:  # others may wait in a collective of the hook's own group
                     where = f"(a collective of the hook's own group may stay unmatched) {where}"
                     self._transport.publish_step_failure(self._step, where + error_text(error))
                 self._failure = error, where
-            self._is_stopped = self._is_stopped or (self.is_raw and not work.is_started)
+            self._is_stopped = self._is_stopped or (self._is_raw and not work.is_started)
             zeros = _zeros(work).wait()
             work.replace(work.collectives.finish_with_zeros(expected).map(lambda _: zeros))
 

@@ -1,7 +1,7 @@
 """Operations of a step that run in Python; `compiled.py` binds them to instructions.
 
-Each is a function of the step, the position of the operation in the schedule, and whether the
-caller waits for it next. `pack` has the error of the extension in the last place.
+Each is a function of the step and the position of the operation in the schedule. Those that start a
+collective also receive whether the caller waits for it next.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def operand(step: Step, position: int) -> Tensor:
     return memory[start:stop]
 
 
-def add_repair(step: Step, position: int, wait_soon: bool) -> None:
+def add_repair(step: Step, position: int) -> None:
     """Add the reduced late gradients to the reduced bucket."""
     op = step.program.schedule.ops[position]
     repair = step.repairs.get(op.bucket)
@@ -120,7 +120,7 @@ def add_repair(step: Step, position: int, wait_soon: bool) -> None:
     step.memory(op.bucket)[start:stop].add_(repair[start:stop])
 
 
-def gather(step: Step, position: int, wait_soon: bool) -> None:
+def gather(step: Step, position: int) -> None:
     """Sum the sparse gradients of all ranks."""
     op, report = step.program.schedule.ops[position], step.report
     bucket = step.program.buckets[op.bucket]
@@ -177,7 +177,7 @@ def _put_sparse(step: Step, leaf: int, total: Tensor, sources: list[Tensor | Non
         step.check.gathered(leaf, sources)
 
 
-def unpack(step: Step, position: int, wait_soon: bool) -> None:
+def unpack(step: Step, position: int) -> None:
     """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
     bucket = step.program.buckets[step.program.schedule.ops[position].bucket]
     after = step.after

@@ -74,67 +74,15 @@ class Instruction(NamedTuple):
     Attributes:
         position: position in the schedule.
         op: the operation.
-        awaited: positions and buckets of the collectives that must have finished before, including
+        awaited: positions of the collectives of buckets that must have finished before, including
             those awaited by dependencies that may be skipped.
         needs_report: True if the control word must have been read before.
     """
 
     position: int
     op: Op
-    awaited: tuple[tuple[int, int], ...]
+    awaited: tuple[int, ...]
     needs_report: bool
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The way in which gradients are packed into buckets: as they arrive, or together.
-
-    Attributes:
-        schedule, with_order: as in `Program`.
-        layouts: for each bucket, the slices of its leaves.
-    """
-
-    schedule: Schedule
-    layouts: tuple[Layout, ...]
-    with_order: bool
-
-    @cached_property
-    def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
-        """Buckets with leaves that are packed as they arrive: the positions of these leaves in the
-        bucket, and the slice of each."""
-        plan, found = self.schedule.plan, {}
-        for bucket, layout in enumerate(self.layouts):
-            least, leaves = self._eager_bytes(bucket), plan.buckets[bucket].leaves
-            large = [p for p, i in enumerate(leaves) if plan.leaves[i].nbytes >= least]
-            if large:
-                found[bucket] = tuple((position, layout.part((position,))) for position in large)
-        return found
-
-    def _eager_bytes(self, bucket: int) -> float:
-        """Smallest size of leaves that are packed as they arrive."""
-        spec = self.schedule.plan.buckets[bucket]
-        is_retained = bucket in self.schedule.retained
-        if spec.device not in ("cpu", "meta") or spec.sparse or is_retained:
-            # Accelerators are faster with many copies in one launch. Retained contributions can't
-            # be released early.
-            return math.inf
-        # Small gradients that wait fragment the memory of large ones freed between them. A plan
-        # that is about to be rebuilt may be a single bucket, in which all would wait.
-        nbytes = [self.schedule.plan.leaves[leaf].nbytes for leaf in spec.leaves]
-        is_large = sum(nbytes) >= _EAGER_BYTES * len(nbytes)
-        return 0 if self.with_order or is_large else _EAGER_BYTES
-
-    @cached_property
-    def native(self) -> tuple[NativePacking, ...]:
-        """For each bucket, the leaves that are packed early and those packed together, in the
-        extension."""
-        made = []
-        for bucket, layout in enumerate(self.layouts):
-            early = self.early.get(bucket, ())
-            alone = {position for position, _ in early}
-            together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
-            made.append(packing(together, layout.part(together), early))
-        return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -200,23 +148,18 @@ class Program:
     def instructions(self) -> tuple[Instruction, ...]:
         """All operations, in launch order."""
         ops = self.schedule.ops
+        decided = next((i for i, op in enumerate(ops) if op.when != "always"), len(ops))
         prepared: list[Instruction] = []
         for position, op in enumerate(ops):
-            awaited: dict[tuple[int, int], None] = {}
+            awaited: dict[int, None] = {}
             for dep in op.deps:
-                if is_collective(ops[dep]):
-                    awaited[dep, ops[dep].bucket] = None
+                if is_collective(ops[dep]) and ops[dep].bucket >= 0:
+                    awaited[dep] = None
                 if ops[dep].when != "always":
                     awaited.update(dict.fromkeys(prepared[dep].awaited))
-            needs_report = op.kind in ("gather", "unpack") or position >= self.first_conditional
+            needs_report = op.kind in ("gather", "unpack") or position >= decided
             prepared.append(Instruction(position, op, tuple(awaited), needs_report))
         return tuple(prepared)
-
-    @cached_property
-    def first_conditional(self) -> int:
-        """Position of the first operation that the control word decides on."""
-        ops = self.schedule.ops
-        return next((i for i, op in enumerate(ops) if op.when != "always"), len(ops))
 
     @cached_property
     def rescaled(self) -> frozenset[int]:
@@ -245,15 +188,39 @@ class Program:
         return {i: tree for i, tree in sums.items() if tree is not None}
 
     @cached_property
-    def summands(self) -> int:
-        """Number of summands that this rank contributes: its virtual ranks, or one."""
+    def carried(self) -> range:
+        """Virtual ranks that this rank carries; empty without virtual ranks."""
         virtual = self.schedule.virtual
-        return 1 if virtual is None else len(virtual.runs[self.rank])
+        return range(0) if virtual is None else virtual.runs[self.rank]
 
     @cached_property
-    def packing(self) -> Packing:
-        """The way in which gradients are packed into buckets."""
-        return Packing(self.schedule, self.layouts, self.with_order)
+    def summands(self) -> int:
+        """Number of summands that this rank contributes: its virtual ranks, or one."""
+        return 1 if self.schedule.virtual is None else len(self.carried)
+
+    @cached_property
+    def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
+        """Buckets with leaves that are packed as they arrive: the positions of these leaves in the
+        bucket, and the slice of each."""
+        found = {}
+        for bucket, layout in enumerate(self.layouts):
+            least, leaves = _eager_bytes(self, bucket), self.plan.buckets[bucket].leaves
+            large = [p for p, i in enumerate(leaves) if self.plan.leaves[i].nbytes >= least]
+            if large:
+                found[bucket] = tuple((position, layout.part((position,))) for position in large)
+        return found
+
+    @cached_property
+    def packing(self) -> tuple[NativePacking, ...]:
+        """For each bucket, the leaves that are packed early and those packed together, in the
+        extension."""
+        made = []
+        for bucket, layout in enumerate(self.layouts):
+            early = self.early.get(bucket, ())
+            alone = {position for position, _ in early}
+            together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
+            made.append(packing(together, layout.part(together), early))
+        return tuple(made)
 
     @cached_property
     def number(self) -> dict[int, int]:
@@ -282,6 +249,20 @@ class Program:
     def leaf_types(self) -> LeafTypes:
         """Shapes and dtypes of the leaves, in the extension."""
         return leaf_types(self.plan.leaves)
+
+
+def _eager_bytes(program: Program, bucket: int) -> float:
+    """Return the smallest size of leaves that are packed as they arrive."""
+    spec, plan = program.plan.buckets[bucket], program.plan
+    if spec.device not in ("cpu", "meta") or spec.sparse or bucket in program.schedule.retained:
+        # Accelerators are faster with many copies in one launch. Retained contributions can't be
+        # released early.
+        return math.inf
+    # Small gradients that wait fragment the memory of large ones freed between them. A plan that is
+    # about to be rebuilt may be a single bucket, in which all would wait.
+    nbytes = [plan.leaves[leaf].nbytes for leaf in spec.leaves]
+    is_large = sum(nbytes) >= _EAGER_BYTES * len(nbytes)
+    return 0 if program.with_order or is_large else _EAGER_BYTES
 
 
 def _bucket_program(program: Program, index: int) -> BucketProgram:

@@ -1,9 +1,9 @@
 """One synchronisation on one rank.
 
-A step is opened before the gradients exist: the constructor begins what needs no gradients, `begin`
-sets the contributions, `arm` prepares for a backward pass if there is one, and `prepare`, by `arm`
-or at the end of backward, takes memory. While backward runs, the executor packs and sends buckets
-as they become ready; `runtime/finish.py` does the rest.
+A step is opened before the gradients exist: `begin` sets the contributions, `arm` prepares for a
+backward pass if there is one, and `prepare`, by `arm` or at the end of backward, takes memory.
+While backward runs, the executor packs and sends buckets as they become ready;
+`runtime/finish.py` does the rest.
 
 [Note: a rank that fails]
 A failure that only one rank can see (an exception in its loss function, a bad weight, a wrong
@@ -202,7 +202,7 @@ class Step:
         only, weight = self.source.only(), self.source.own_weight
         if only is None:
             return
-        factor = self.code.unit_factor if weight == self.scale.unit else self.scale.before(weight)
+        factor = self.scale.unit_factor if weight == 1.0 else self.scale.before(weight)
         if isinstance(only, list):
             self.is_whole = self.executor.pack_leaves(only, factor)
         else:

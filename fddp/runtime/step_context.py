@@ -59,7 +59,8 @@ class ListKey(NamedTuple):
         idle: buckets that are left out because no rank used them in the previous step.
         timed: True if the times of collectives are recorded.
         late: buckets with late gradients.
-        again: buckets that are reduced again.
+        again: buckets that are reduced again if they are retained: late ones, and those whose scale
+            did not fit.
         views: True if results are views of the buffers.
     """
 
@@ -100,7 +101,6 @@ class Code(Protocol):
         packs_natively: True if the extension packs them, too.
         has_views: True if the results of a regular step are views of the buffers.
         has_regular_words: True if `regular_word` describes regular steps.
-        unit_factor: factor on gradients whose weight is the unit of weight.
     """
 
     program: Program
@@ -110,7 +110,6 @@ class Code(Protocol):
     packs_natively: bool
     has_views: bool
     has_regular_words: bool
-    unit_factor: float
 
     @property
     def constants(self) -> NativeConstants: ...

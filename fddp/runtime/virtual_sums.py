@@ -232,9 +232,3 @@ class RowsContributions(Contributions):
 def new_sums(step: Step) -> VirtualSums:
     """Return empty sums for the virtual ranks of a step's rank."""
     return VirtualSums(step.program, step.pool, step.scale, step.devices)
-
-
-def carried(program: Program) -> range:
-    """Virtual ranks that a program's rank carries."""
-    virtual = program.schedule.virtual
-    return range(0) if virtual is None else virtual.runs[program.rank]

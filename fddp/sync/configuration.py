@@ -41,8 +41,8 @@ class EngineConfiguration:
         gathering: instructions that turn shards into whole leaves, if steps give shards.
         hook: the communication hook in force, if there is one.
         bound_hook: the hook, bound to the program.
-        in_flight: waits for the all-gather that was started and not awaited, if there is one.
-            Never raises an error of the all-gather: its handle does.
+        in_flight: waits for the step that was started and not awaited, if there is one. Never
+            raises its error: its handle does.
         hook_states: state of the hook by bucket, kept from step to step after `set_hook`; None if
             callers pass it.
     """
@@ -129,7 +129,7 @@ class EngineConfiguration:
         return ()
 
     def finish_in_flight(self) -> None:
-        """Wait for an all-gather in flight; its handle raises its errors."""
+        """Wait for a step in flight; its handle raises its errors."""
         if self.in_flight is not None:
             self.in_flight()
 

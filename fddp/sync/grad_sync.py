@@ -315,8 +315,8 @@ class GradSync(TreeSync):
         return self
 
     def close(self) -> None:
-        """Free the communicator and all memory; a second call does nothing. Waits for an all-gather
-        in flight."""
+        """Free the communicator and all memory; a second call does nothing. Waits for a step in
+        flight."""
         self._engine.finish_in_flight()
         self._engine.close("close() was called")
 

@@ -60,8 +60,8 @@ class StepHandle:
             step.fail(error)
 
     def advance(self) -> None:
-        """Launch the collectives that need not wait for others, such as further stages of a
-        communication hook. Never raises: `wait` does."""
+        """Launch the collectives that need not wait for others; with a communication hook, `wait`
+        launches them. Never raises: `wait` does."""
         if self._step is not None:
             self._engine.in_flight = self._finish
             send(self._step)

@@ -39,8 +39,7 @@ class TreeSync:
     @property
     def carried_ranks(self) -> range:
         """Virtual ranks that this rank carries; empty without virtual ranks."""
-        virtual = self.schedule.virtual
-        return range(0) if virtual is None else virtual.runs[self._engine.transport.rank]
+        return self._engine.program.carried
 
     def virtual_batches(self, batches: Callable[[int], Any] | Sequence[Any]) -> VirtualBatches:
         """Return the inputs of the virtual ranks that this rank carries, for one step.

@@ -13,7 +13,7 @@ from fddp.errors import InternalError, TreeMismatchError
 from fddp.runtime.contributions import TreeContributions
 from fddp.runtime.inputs import check_no_derivatives, checked_weight, matched_leaves
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_sums import RowsContributions, VirtualSums, carried, new_sums
+from fddp.runtime.virtual_sums import RowsContributions, VirtualSums, new_sums
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
@@ -109,7 +109,7 @@ def gathered_trees(
             f"{step.method.text} has one tree of gradients, and a GradSync with virtual ranks one "
             f"for each; use sync(sync.virtual_batches(grads_of))"
         )
-    check_batches([trees], carried(step.program))
+    check_batches([trees], step.program.carried)
     if not isinstance(trees, VirtualBatches):
         raise TypeError("pass weight=0 with the gradients instead of fddp.EXHAUSTED")
     weights = [*weight] if isinstance(weight, Sequence) else [weight] * len(trees)

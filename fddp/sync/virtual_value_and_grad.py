@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_sums import VirtualSums, carried, new_sums
+from fddp.runtime.virtual_sums import VirtualSums, new_sums
 from fddp.sync.value_and_grad import Computed, ValueAndGrad
 from fddp.sync.virtual_batches import arguments_of, check_batches
 
@@ -51,7 +51,7 @@ class VirtualValueAndGrad(ValueAndGrad):
                 "accumulated gradients are a sum of some virtual ranks, in another order than "
                 "theirs; pass one batch for each virtual rank, and raise virtual_ranks for more"
             )
-        ranks = carried(step.program)
+        ranks = step.program.carried
         check_batches([*args, *kwargs.values()], ranks)
         sums = new_sums(step)
         computed = []

@@ -290,7 +290,7 @@ class _Run(CompiledProgram):
         if op.kind == "control":
             kind = "start" if op.bucket < 0 else "call"
 
-        def run(step: Any, wait_soon: Any) -> _Work | None:
+        def run(step: Any, wait_soon: bool = False) -> _Work | None:
             assert self.may_launch(position)
             self.ran.append(position)
             return _Work(self, position) if kind == "start" else None

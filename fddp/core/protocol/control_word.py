@@ -1,9 +1,9 @@
-"""The control word: one small vector, summed over ranks with the last bucket of every step.
+"""The control word: one small vector, summed over ranks once in every step.
 
 Every rank learns the same facts from the sums in the same step: the leaves that any rank used, the
 buckets that received a gradient after their launch, the number of active ranks and their total
 weight, the number of ranks with more input, and the number of ranks with a non-finite contribution
-or a failure. None of this needs a flag from the caller or a further collective.
+or a failure. None of this needs a flag from the caller.
 
 [Note: limbs]
 In the tail of a float32 bucket, and wherever the sum must not depend on the order of addition,

@@ -191,7 +191,7 @@ void Executor::execute(const Instr& instr) {
   if (instr.kind == InstrKind::kReduce || instr.kind == InstrKind::kStart) launch(instr);
   if (instr.kind == InstrKind::kCall) {
     const PythonEntry python;
-    instr.call(step(), is_free_);
+    instr.call(step());
   }
 }
 
@@ -215,7 +215,7 @@ void Executor::pack(const Instr& instr) {
     }
   }
   const PythonEntry python;
-  instr.call(step(), py::none());
+  instr.call(step());
 }
 
 double Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
@@ -471,7 +471,6 @@ void bind_executor(py::module_& m) {
       .def("note_magnitude", &Executor::note_magnitude, py::arg("is_finite"), Released())
       .def_property_readonly("is_finite", &Executor::is_finite)
       .def_property_readonly("may_overflow", &Executor::may_overflow)
-      .def_property_readonly("has_failed", &Executor::has_failed)
       .def_property_readonly("position", &Executor::position)
       .def("ready_s", &Executor::ready_s, Released())
       .def("launch_s", &Executor::launch_s, Released());

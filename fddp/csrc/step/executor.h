@@ -5,7 +5,8 @@
 // as far as the launch rule allows (core/protocol/launch.py states it in Python). An instruction is
 // native, and then runs without the GIL, or a function of the step in Python. The executor decides
 // nothing else: Python divides a program into lists (before the control word, up to its sum, after
-// it), writes the word, compares the sum, and chooses the list to run next.
+// it), and chooses the list to run next. A regular control word, that of a rank which contributes all
+// gradients with the agreed weight, is written and compared here; others in Python.
 
 #pragma once
 
@@ -47,8 +48,9 @@ struct Instr {
   int64_t start;     // range of the buffer that an all-reduce works on
   int64_t stop;
   std::vector<int64_t> awaited;  // positions of collectives that must have finished
-  // Function of the step. kStart and kCall: with true if it may block. kPack: packs the bucket where
-  // the source is not native; or with a function that raises the error of packing it natively.
+  // Function of the step. kStart: also of a bool, true if the caller waits next. kPack: packs the
+  // bucket where the source is not native; or with a function that raises the error of packing it
+  // natively.
   pybind11::object call;
 };
 
@@ -138,7 +140,6 @@ class Executor : public BucketListener {
   bool may_overflow() const { return may_overflow_; }
   void note_magnitude(bool is_finite);
 
-  bool has_failed() const { return has_failed_; }
   // Position of the instruction or wait under way, or -1.
   int64_t position() const { return position_; }
 
