@@ -65,7 +65,8 @@ def own_lines(frame: FrameType | None, most: int = 3) -> str:
         most: maximum number of lines.
     """
     lines: list[str] = []
-    while frame is not None and len(lines) < most:
+    # Another thread may return from frames as they are read: CPython 3.11 then gave a bool, once.
+    while isinstance(frame, FrameType) and len(lines) < most:
         code = frame.f_code
         if _is_users(code.co_filename) and not (lines and _INSTALLED in code.co_filename):
             lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")

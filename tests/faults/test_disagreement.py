@@ -30,7 +30,7 @@ from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
 from tests.support.source_lines import line_of
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
-LATE_S = 2.0
+LATE_S = 4.0
 OVER_BOTH = pytest.mark.parametrize("transport", ["c10d", "shm"])
 BY_NIGHT_OVER_SHM = pytest.mark.parametrize(
     "transport", ["c10d", pytest.param("shm", marks=pytest.mark.nightly)]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.collectives.communicator import communicator_of
+from fddp.telemetry.call_site import own_lines
 from fddp.transport.c10d.rendezvous import AbortableStore, connect_with_abort
 from fddp.transport.liveness import failure_detector, status, status_store
 from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread, StoreTimeoutError
@@ -306,3 +307,9 @@ def test_an_opening_returns_the_created_object() -> None:
 
     with pytest.raises(ValueError, match="no such device"):
         connect_with_abort(fail, store, LONG_S, lambda: None)
+
+
+def test_lines_end_at_what_is_no_frame() -> None:
+    """As `f_back` of another thread's frame may be, from which the thread returns meanwhile."""
+    not_a_frame: Any = True
+    assert own_lines(not_a_frame) == ""
