@@ -282,19 +282,23 @@ class StepRunner:
             self.current.step = self.engine.open(Method.NOTHING, with_stats=False)
         self.current.step.fail(error)
 
-    def restore_grads(self) -> None:
+    def restore_grads(self, *, leave: bool = False) -> None:
         """Restore the gradients from before a failed step. Further calls have no effect.
 
         Gradients that were being reduced in place are lost. They become None.
+
+        Args:
+            leave: True to leave all gradients as they are, and forget those from before.
         """
-        self.parameters.hooks.restore()
-        self.parameters.hooks.disarm()
+        hooks = self.parameters.hooks
+        hooks.forget() if leave else hooks.restore()
+        hooks.disarm()
         if self.step is None:
             return
         contributions = self.step.contributions.backward
         if contributions is not None:
             program = self.step.program
-            for bucket in contributions.in_place:
+            for bucket in () if leave else contributions.in_place:
                 for number in program.member_numbers[bucket]:
                     self.parameters.leaves[program.differentiated[number]].grad = None
             contributions.in_place.clear()

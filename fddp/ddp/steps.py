@@ -230,14 +230,18 @@ class Steps:
     def on_abort(self) -> None:
         """Restore the gradients when a backward pass is aborted.
 
-        The loop may clear or keep them before the next forward pass, which completes the step.
+        The loop may clear or keep them before the next forward pass, which completes the step. On
+        devices, the pass has raised its error in the caller's thread before this is called in
+        another: the caller may be changing gradients, so they are left as they are, unless it waits
+        in `in_step`.
         """
         with self.lock:
             if not self.passes.is_queued:
                 if self.runner.current is not None and not self.runner.is_begun:
                     self.runner.current = None
                 self.passes.forget_output()
-                self.runner.restore_grads()
+                is_on_cpu = all(leaf.is_cpu for leaf in self.runner.parameters.leaves)
+                self.runner.restore_grads(leave=not (is_on_cpu or self.switch.in_step))
 
     def finish(self, *, required: bool) -> None:
         """End the step at the end of backward, or leave that to `finalize`.

@@ -167,6 +167,9 @@ class ParamSet(GradientCounter, Protocol):
     def restore(self) -> None:
         """Restore the gradients that existed before the step. No effect after `disarm`."""
 
+    def forget(self) -> None:
+        """Forget the gradients that existed before the step, which `restore` would restore."""
+
 
 class LeafTypes(Protocol):
     """Compiled validation of the leaves of a tree."""

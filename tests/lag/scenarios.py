@@ -65,6 +65,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         w.buffers_by_a_hook,
         w.moved_inputs,
         w.failed_in_flight,
+        w.aborted,
         w.wrapped,
     )
 }

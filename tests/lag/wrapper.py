@@ -367,3 +367,36 @@ def failed_in_flight(rank: Rank) -> None:
         for net, loss in zip(nets, losses, strict=True):
             loss.backward()
             rank.check(gradients(net), module_means(number, mean_square))
+
+
+def aborted(rank: Rank) -> None:
+    """A backward pass that fails on one rank, outside of `in_step`. What the caller does with the
+    gradients then lasts."""
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for number in range(8):
+        x = rank.put(batch(rank.number, number))
+        ddp.zero_grad()
+        loss = mean_square(ddp, x)
+        if rank.number == 1:
+            handle = net[0].weight.register_hook(fail)
+        try:
+            loss.backward()
+        except (ArithmeticError, fddp.PeerError):
+            pass
+        else:
+            raise AssertionError("no error")
+        own = [torch.full_like(p, 5.0) for p in net.parameters()]
+        for p, grad in zip(net.parameters(), own, strict=True):
+            p.grad = grad
+        if rank.number == 1:
+            handle.remove()
+        loss = mean_square(ddp, x)  # which waits for the end of the pass
+        assert all(p.grad is grad for p, grad in zip(net.parameters(), own, strict=True))
+        ddp.zero_grad()
+        loss.backward()
+        rank.check(gradients(net), module_means(number, mean_square))

@@ -207,6 +207,14 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     }
   }
 
+  // Forget what `restore` would put back. No gradient is touched.
+  void forget() {
+    std::vector<at::Tensor> gone(size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (in_step_) used_ = used_before_;
+    saved_grads_.swap(gone);
+  }
+
   // Return true if the gradients of `leaves` are slices of `buffer`, as far as they exist, and
   // nothing else refers to its memory. Such gradients can be reduced in place.
   bool aliases_buffer(const std::vector<int64_t>& leaves, const at::Tensor& buffer, const Layout& layout) const {
@@ -434,5 +442,6 @@ void bind_params(py::module_& m) {
       .def("reset_used", &ParamSet::reset_used)
       .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
       .def("assign", &ParamSet::assign, py::arg("results"), py::arg("replace"))
-      .def("restore", &ParamSet::restore);
+      .def("restore", &ParamSet::restore)
+      .def("forget", &ParamSet::forget);
 }

@@ -107,9 +107,9 @@ void foreach_pack_(const at::Tensor& buffer, const Layout& layout, const Leaves&
 void foreach_pack_add_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
   check_plain_buffer(buffer, layout.numel());
   check_sources(sources, layout, buffer);
-  if (scale == 0.0) return;
   const PlainOps plain_ops;
   buffer.unsafeGetTensorImpl()->bump_version();
+  if (scale == 0.0) return;
   const at::Tensor scaled = at::empty_like(buffer);
   ScaledCopies copies(scale);
   Tensors sums, terms;
