@@ -57,7 +57,8 @@ def broadcast_buffers(
     """Broadcast rank `src`'s buffers. A collective call.
 
     Buffers are written in place, without a new version. A buffer whose values a graph of an earlier
-    step still needs is replaced by a new tensor instead.
+    step still needs is replaced by a new tensor instead, unless other tensors of the module share
+    its memory: then it is written with a new version, which makes such a graph raise an error.
 
     Raises:
         DesyncError: buffers differ between ranks in name, shape, dtype or layout; on every rank. If
@@ -73,7 +74,10 @@ def broadcast_buffers(
     for name, mine, value in zip(names, own, received, strict=True):
         buffer = named[name]
         if _is_held(buffer, mine):
-            _replace(module, buffer, torch.empty_like(mine).copy_(value))
+            if _is_shared(module, mine):
+                mine.copy_(value)
+            else:
+                _replace(module, buffer, torch.empty_like(mine).copy_(value))
         else:
             with preserve_version_counter(buffer):
                 mine.copy_(value)
@@ -83,6 +87,13 @@ def _is_held(buffer: Tensor, own: Tensor) -> bool:
     """Return True if a graph refers to the memory, beside Python and the alias `own`."""
     in_graph = buffer._use_count() > 1  # type: ignore[attr-defined]
     return bool(in_graph) or storage_use_count(own) > 2
+
+
+def _is_shared(module: Module, own: Tensor) -> bool:
+    """Return True if several parameters and buffers of the module are in the memory of `own`."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
+    address = own.untyped_storage().data_ptr()
+    return sum(t.untyped_storage().data_ptr() == address for t in tensors) > 1
 
 
 def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:

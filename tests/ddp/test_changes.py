@@ -426,3 +426,30 @@ def test_swapped_parameters_are_followed(swap: Callable[[Any], None]) -> None:
     for text in fddp.loopback(2, swapped, swap, [1]):
         assert "parameters" in text
         assert "changed" in text
+
+
+class Sharing(nn.Module):
+    """Counts in one buffer, of which another is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("counts", torch.zeros(4))
+        self.register_buffer("first", self.counts[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.add_(1.0)
+        return self.layer(x) * self.first
+
+
+def test_buffers_that_share_memory_go_on_sharing_it() -> None:
+    def run(group: Any) -> list[float]:
+        ddp = fddp.DistributedDataParallel(Sharing(), process_group=group)
+        found = []
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            found.append(ddp.module.layer.bias.grad[0].item())
+        return found
+
+    assert fddp.loopback(2, run) == [[1.0, 2.0, 3.0]] * 2
