@@ -110,6 +110,7 @@ void ShmWork::finalize() {
             described(name(), description_.sequence, description_.rank) + ": " + text);
       }
       // Results are written to the tensors of callers, whether or not these require gradients.
+      const c10::InferenceMode mode(in_inference_mode_);
       const c10::NoGradGuard guard;
       for (const auto& action : actions_) action();
     } catch (...) {

@@ -6,6 +6,7 @@
 #include "shm/shm_group.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -90,6 +91,8 @@ class ShmWork : public c10d::Work {
   std::vector<std::vector<at::Tensor>> outputs_;
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> actions_;
+  // Of the call. The actions write to its tensors, from any thread.
+  const bool in_inference_mode_ = c10::InferenceMode::is_enabled();
   std::once_flag once_;
   std::atomic<bool> finished_ = false;
   std::mutex future_mutex_;

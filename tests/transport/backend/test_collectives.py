@@ -271,3 +271,23 @@ def _works(rank: int, world_size: int) -> None:
 
 def test_works_and_futures(ranks: RankPool) -> None:
     ranks.run(2, _works)
+
+
+def _in_inference_mode(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    rows = torch.sparse_coo_tensor(torch.arange(3)[None], torch.ones(3, 4), (3, 4))
+    for own in (torch.ones(6, 4).t(), rows):
+        for ends in ("in the mode", "outside", "future"):
+            with torch.inference_mode():
+                tensor = own.clone()
+                work = dist.all_reduce(tensor, group=group, async_op=True)
+                if ends == "in the mode":
+                    work.wait()
+            work.get_future().wait() if ends == "future" else work.wait()
+            assert tensor.is_inference()
+            with torch.inference_mode():
+                assert (tensor.to_dense() == world_size).all()
+
+
+def test_inference_tensors_are_written_wherever_the_work_ends(ranks: RankPool) -> None:
+    ranks.run(2, _in_inference_mode)
