@@ -71,10 +71,10 @@ def slow_parts() -> ExitStack:
         pause("pack" if is_last else "pack in backward")
         pack(step, position, raise_error)
 
-    def unpacked(step: Any, position: int, wait_soon: bool) -> None:
+    def unpacked(step: Any, position: int) -> None:
         if step.program.schedule.ops[position].bucket == 0:
             pause("unpack")
-        unpack(step, position, wait_soon)
+        unpack(step, position)
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(operations, "pack", packed))
