@@ -308,20 +308,26 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
       });
     }
   }
-  std::vector<Operand> targets;
-  for (const at::Tensor& tensor : tensors_of(*results)) {
-    targets.emplace_back(tensor);
+  std::vector<std::vector<Operand>> targets;
+  for (const IValue& result : *results) {
+    auto& own = targets.emplace_back();
+    for (const at::Tensor& tensor : tensors_of({result})) {
+      own.emplace_back(tensor);
+    }
   }
   issue(stream, [op, host_results, is_late, targets, late = Arguments(arguments)] {
     Stack found = is_late ? late.on_host() : host_results;
     if (is_late) {
       op.callBoxed(&found);
     }
-    const auto tensors = tensors_of(found);
-    for (size_t i = 0; i < targets.size(); ++i) {
-      const auto target = targets[i].on_host();
-      if (target.numel() > 0 && target.data_ptr() != tensors[i].data_ptr()) {
-        target.copy_(tensors[i]);
+    for (size_t k = 0; k < targets.size(); ++k) {
+      // None where the kernel leaves out a gradient that nobody needs.
+      const auto tensors = tensors_of({found[k]});
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        const auto target = targets[k][i].on_host();
+        if (target.numel() > 0 && target.data_ptr() != tensors[i].data_ptr()) {
+          target.copy_(tensors[i]);
+        }
       }
     }
   });

@@ -93,6 +93,20 @@ def accumulated(rank: Rank) -> None:
         rank.check(gradients(net), {name: first[name] + second[name] for name in first})
 
 
+def frozen(rank: Rank) -> None:
+    """A module whose first layer is frozen at first."""
+    net = module(rank.device)
+    net[0].requires_grad_(False)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for number in range(4):
+        net[0].requires_grad_(number >= 2)
+        ddp.zero_grad()
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        found, expected = gradients(net), module_means(number, mean_square)
+        assert ("0.weight" in found) == (number >= 2)
+        rank.check(found, {name: expected[name] for name in found})
+
+
 def hooked(rank: Rank) -> None:
     """Hooks of torch."""
     state = powerSGD_hook.PowerSGDState(
