@@ -73,14 +73,13 @@ def broadcast_buffers(
         return
     for name, mine, value in zip(names, own, received, strict=True):
         buffer = named[name]
-        if _is_held(buffer, mine):
-            if _is_shared(module, mine):
-                mine.copy_(value)
-            else:
-                _replace(module, buffer, torch.empty_like(mine).copy_(value))
-        else:
+        if not _is_held(buffer, mine):
             with preserve_version_counter(buffer):
                 mine.copy_(value)
+        elif _is_shared(module, mine):
+            mine.copy_(value)
+        else:
+            _replace(module, buffer, torch.empty_like(mine).copy_(value))
 
 
 def _is_held(buffer: Tensor, own: Tensor) -> bool:

@@ -224,7 +224,7 @@ def _constants(program: Program) -> NativeConstants:
         module.StepBucket(
             bucket.leaves,
             bucket.layout.native,
-            program.packing[bucket.index],
+            program.packings[bucket.index],
             bucket.padded_numel,
             bucket.max_safe_magnitude,
             bucket.index in schedule.retained,

@@ -339,7 +339,7 @@ class BackwardContributions(Contributions):
             return self._pack_kept_(bucket, buffer, layout, scale, late=False)
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self.own_weight)
-        packing = self._program.packing[bucket]
+        packing = self._program.packings[bucket]
         peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
             for sums, weight in _earlier(self._accumulated, self._program.plan.buckets[bucket]):

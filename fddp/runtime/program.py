@@ -211,7 +211,7 @@ class Program:
         return found
 
     @cached_property
-    def packing(self) -> tuple[NativePacking, ...]:
+    def packings(self) -> tuple[NativePacking, ...]:
         """For each bucket, the leaves that are packed early and those packed together, in the
         extension."""
         made = []

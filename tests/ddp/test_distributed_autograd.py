@@ -11,6 +11,7 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 from torch.distributed import rpc
 
+from tests.support.groups import init_rpc
 from tests.support.parity_models import UndefinedGradients
 from tests.support.ranks import run_fresh
 from tests.support.wrapped_net import (
@@ -25,11 +26,6 @@ from tests.support.wrapped_net import (
 )
 
 Layers = tuple[int, ...]
-
-
-def init_rpc(rank: int, shared_file: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{shared_file}")
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 
 
 def steps_in_contexts(

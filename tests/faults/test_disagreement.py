@@ -30,7 +30,7 @@ from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
 from tests.support.source_lines import line_of
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
-LATE_S = 4.0
+LATE_S = 2.0
 OVER_BOTH = pytest.mark.parametrize("transport", ["c10d", "shm"])
 BY_NIGHT_OVER_SHM = pytest.mark.parametrize(
     "transport", ["c10d", pytest.param("shm", marks=pytest.mark.nightly)]
@@ -45,7 +45,7 @@ def test_generated_disagreements_on_threads(record_property: Any) -> None:
     """On threads, which cost little; every kind at least once."""
     played, found = Counter[str](), []
     for case in cases(7, MANY):
-        seen = fddp.loopback(case.ranks, play, case, LATE_S, timeout_s=20.0)
+        seen = fddp.loopback(case.ranks, play, case, 4.0, timeout_s=20.0)
         played[case.kind] += 1
         found += [f"{case}: {problem}" for problem in problems(case, seen)]
     assert not found, "\n".join(found)

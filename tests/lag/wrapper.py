@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 
 import fddp
 from tests.lag.rank import CAP, EXACT, Rank, gradients, mean_square, module, module_means, slow
+from tests.support.groups import init_rpc
 from tests.support.models import batch
 
 
@@ -260,10 +261,9 @@ def wrapped_in_contexts(rank: Rank) -> None:
     )
     for p in net.parameters():
         p.register_hook(slow)
-    store = [f"{tempfile.mkdtemp()}/store"]
+    store = [f"{tempfile.mkdtemp()}/store" if rank.number == 0 else ""]
     dist.broadcast_object_list(store, group=rank.group)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store[0]}")
-    rpc.init_rpc(f"rank{rank.number}", rank=rank.number, world_size=2, rpc_backend_options=options)
+    init_rpc(rank.number, store[0])
     for number in range(3):
         x = rank.put(batch(rank.number, number)).requires_grad_()
         before.wait_stream(torch.accelerator.current_stream())
@@ -347,14 +347,15 @@ def moved_inputs(rank: Rank) -> None:
         rank.check(gradients(net), module_means(number, mean_square))
 
 
+def _fail(grad: Tensor) -> Tensor:
+    raise ArithmeticError("in backward")
+
+
 def failed_in_flight(rank: Rank) -> None:
     """A backward pass that fails on one rank while buckets travel, then steps of two modules."""
 
-    def fail(grad: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
     def fail_behind(layer: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(fail)
+        output.register_hook(_fail)
 
     nets = [module(rank.device) for _ in range(2)]
     ddps = [
@@ -387,9 +388,6 @@ def aborted(rank: Rank) -> None:
     """A backward pass that fails on one rank, outside of `in_step`. What the caller does with the
     gradients then lasts."""
 
-    def fail(grad: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
     net = module(rank.device)
     ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
     for number in range(8):
@@ -397,7 +395,7 @@ def aborted(rank: Rank) -> None:
         ddp.zero_grad()
         loss = mean_square(ddp, x)
         if rank.number == 1:
-            handle = net[0].weight.register_hook(fail)
+            handle = net[0].weight.register_hook(_fail)
         try:
             loss.backward()
         except (ArithmeticError, fddp.PeerError):

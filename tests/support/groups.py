@@ -1,4 +1,4 @@
-"""Rank and size of a group of either kind: of processes, or of threads."""
+"""Groups of processes or of threads: rank and size, time limits, RPC."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def impatient(timeout_s: float = 0.3) -> Any:
 def shorten(group: Any, timeout_s: float = 0.3) -> None:
     """Let later operations of a group time out soon."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def init_rpc(rank: int, shared_file: str) -> None:
+    """Start RPC between two processes, as distributed autograd needs it."""
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{shared_file}")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
