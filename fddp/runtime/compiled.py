@@ -137,13 +137,12 @@ class CompiledProgram:
 
     def _rest(self, key: ListKey) -> Iterable[Instruction]:
         done = {i.position for i in (*self._before(key), *self._after(key))}
-        repaired = {"late": key.late, "again": key.again}
         for instruction in self.program.instructions:
             op = instruction.op
             if instruction.position in done:
                 continue
             if op.when != "always":
-                applies = op.bucket in repaired[op.when]
+                applies = op.bucket in key.late
             elif op.bucket in key.idle:  # left out; with a gradient that came all the same, late
                 applies = op.kind not in LAUNCHED and op.bucket in key.late
             else:

@@ -277,7 +277,7 @@ class BackwardContributions(Contributions):
             expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = expected
         self._scale, weight = scale, self.own_weight
-        self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
+        self._factor = factor = scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
         early = self._program.early if self.allocates_early else {}
         eager = [

@@ -158,7 +158,7 @@ def _regular_word(step: Step) -> RegularWord | None:
     code, weight = step.code, step.contributions.weight
     if (
         step.failure is not None
-        or weight != step.scale.unit
+        or weight != 1.0
         or not (step.has_next and code.has_regular_words)
         or (step.program.control.with_order and step.contributions.backward is not None)
         or step.context.idle
@@ -232,22 +232,20 @@ def _read_report(step: Step) -> bool:
     if not is_regular:
         _check_report(step, report)
         if step.sums.applies_scale:
-            step.after = step.context.scale.after(report.total_weight)
-    step.sums.on_report(report)
+            step.after = step.program.scale.after(report.total_weight)
     if step.check is not None:
-        step.check.on_report(report, step.context.scale, step.source)
-    late = frozenset(report.late)
-    again = late | step.sums.rescaled(report)
-    if again:
-        step.key = step.key._replace(late=late, again=again)
-    return step.after == 1.0 and not again
+        step.check.on_report(report, step.source)
+    if report.late:
+        step.key = step.key._replace(late=frozenset(report.late))
+    return step.after == 1.0 and not report.late
 
 
 def _check_report(step: Step, report: ControlReport) -> None:
-    problem = step.sums.problem(report, allow_idle_ranks=step.allow_idle_ranks)
-    unfit = incompatible_contributions_error(
-        report, step.program, step.context.scale, step.number, problem
-    )
+    unfit = None
+    if report.agreed and not report.failed:
+        unfit = incompatible_contributions_error(
+            report, step.program, step.sums, step.number, allow_idle_ranks=step.allow_idle_ranks
+        )
     if not report.agreed or report.failed or unfit is not None:
         _give_up(step, report, unfit)
 

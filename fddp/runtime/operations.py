@@ -179,11 +179,8 @@ def _put_sparse(step: Step, leaf: int, total: Tensor, sources: list[Tensor | Non
 
 def unpack(step: Step, position: int) -> None:
     """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
-    bucket = step.program.buckets[step.program.schedule.ops[position].bucket]
-    after = step.after
-    if bucket.rescaled and step.report is not None:
-        after = step.sums.result_factor(bucket, step.report, step.contributions.weight)
-    step.results.unpack(position, bucket.index, step.memory(bucket.index), after)
+    bucket = step.program.schedule.ops[position].bucket
+    step.results.unpack(position, bucket, step.memory(bucket), step.after)
 
 
 def _repair_memory(step: Step, op: Op) -> Tensor:
@@ -201,11 +198,8 @@ def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> 
     if chunk is not None:
         return source.pack_chunk_(chunk, buffer)
     scale = step.scale
-    if step.report is not None:
-        weight = step.contributions.weight
-        scale = step.sums.scale_after_report(
-            bucket, step.report, weight, repairs=op.when != "always"
-        )
+    if op.when != "always":
+        scale = step.sums.repair_scale(step.contributions.weight)
     if op.when == "late":
         return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
     return source.pack_(bucket.index, buffer, bucket.layout, scale)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 
 from fddp.core.numerics.overflow import max_safe_magnitude
+from fddp.core.numerics.weighting import WeightScale
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
 from fddp.core.schedule.op import Op, Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, association, summands
+from fddp.core.schedule.schedule import Schedule, association, summands
 from fddp.core.schedule.sum_tree import SumTree
 from fddp.native.autograd_leaves import (
     LeafTypes,
@@ -49,7 +50,6 @@ class BucketProgram:
         device: device in the plan.
         sparse: True for a single leaf with sparse gradients.
         is_view: True if results are views of the buffer.
-        rescaled: True if the bucket is reduced again when the agreed scale does not fit.
         max_safe_magnitude: largest magnitude of contributions whose sum cannot overflow.
     """
 
@@ -64,7 +64,6 @@ class BucketProgram:
     device: str
     sparse: bool
     is_view: bool
-    rescaled: bool
     max_safe_magnitude: float
 
 
@@ -162,9 +161,17 @@ class Program:
         return tuple(prepared)
 
     @cached_property
-    def rescaled(self) -> frozenset[int]:
-        """Buckets that are reduced again where the agreed scale does not fit."""
-        return frozenset(bucket.index for bucket in self.buckets if bucket.rescaled)
+    def scale(self) -> WeightScale:
+        """Factors of the weighted mean."""
+        if self.schedule.result == "replicated":  # shards are gathered, not averaged
+            return WeightScale(self.schedule.topology.world_size)
+        return WeightScale(summands(self.schedule), self.schedule.scaling)
+
+    @cached_property
+    def narrow(self) -> str:
+        """First bucket that is summed in float16, for error texts; "" if there is none."""
+        found = (b.text for b in self.buckets if b.wire_dtype is torch.float16 and not b.sparse)
+        return next(found, "")
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -281,7 +288,6 @@ def _bucket_program(program: Program, index: int) -> BucketProgram:
         device=planned.device,
         sparse=planned.sparse,
         is_view=wire == planned.dtype and schedule.result != "sharded_mean",
-        rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
         max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, summands(schedule)),
     )
 

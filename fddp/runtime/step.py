@@ -77,7 +77,7 @@ class Step:
         program = self.program
         self.transport, self.pool, self.recorder = context.transport, context.pool, context.recorder
         self.number, self.method = context.step, context.method
-        self.record_time, self.scale = context.with_stats, context.scale
+        self.record_time, self.scale = context.with_stats, program.scale
         self.contributions: Contributions = NOTHING
         self.source: Contributions = NOTHING
         self.has_next = True
@@ -126,7 +126,7 @@ class Step:
     def sums(self) -> Sums:
         """Scaling of the sums."""
         hook, context = self.bound_hook, self.context
-        return Sums(self.program, context.scale) if hook is None else HookSums(hook, context)
+        return Sums(self.program) if hook is None else HookSums(hook, context)
 
     @cached_property
     def leaves(self) -> list[Tensor | None]:
@@ -202,7 +202,7 @@ class Step:
         only, weight = self.source.only(), self.source.own_weight
         if only is None:
             return
-        factor = self.scale.unit_factor if weight == 1.0 else self.scale.before(weight)
+        factor = self.scale.before(weight)
         if isinstance(only, list):
             self.is_whole = self.executor.pack_leaves(only, factor)
         else:

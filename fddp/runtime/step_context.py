@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.native.buffer_pool import BufferPool
@@ -59,15 +58,12 @@ class ListKey(NamedTuple):
         idle: buckets that are left out because no rank used them in the previous step.
         timed: True if the times of collectives are recorded.
         late: buckets with late gradients.
-        again: buckets that are reduced again if they are retained: late ones, and those whose scale
-            did not fit.
         views: True if results are views of the buffers.
     """
 
     idle: frozenset[int] = NO_BUCKETS
     timed: bool = False
     late: frozenset[int] = NO_BUCKETS
-    again: frozenset[int] = NO_BUCKETS
     views: bool = False
 
 
@@ -126,7 +122,6 @@ class StepContext:
         code: instructions of the program to execute.
         transport: transport of the collectives.
         pool: memory for buckets.
-        scale: the agreed unit of weight.
         step: number of the step.
         method: the call that opened it.
         with_stats: True to record times, norm and finiteness.
@@ -140,7 +135,6 @@ class StepContext:
     code: Code
     transport: Transport
     pool: BufferPool
-    scale: WeightScale
     step: int
     method: Method
     with_stats: bool

@@ -58,19 +58,16 @@ class VirtualSums:
     Args:
         program: program of the step.
         pool: memory of the sums.
-        scale: the agreed unit of weight.
         devices: devices of the leaves.
 
     Attributes:
-        program, scale: as above.
+        program: as above.
         weights: weights of the virtual ranks so far.
         used: for each reduced leaf, True if one of them has a gradient.
     """
 
-    def __init__(
-        self, program: Program, pool: BufferPool, scale: WeightScale, devices: Devices
-    ) -> None:
-        self.program, self.scale = program, scale
+    def __init__(self, program: Program, pool: BufferPool, devices: Devices) -> None:
+        self.program = program
         self._pool, self._devices = pool, devices
         self._turns = _turns(program)
         # By bucket: sums of one span, complete spans, and buffers that are free.
@@ -147,7 +144,7 @@ class VirtualSums:
     def _pack(self, bucket: BucketProgram, buffer: Tensor, contributions: Contributions) -> None:
         buffer[bucket.numel :].zero_()
         try:
-            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.scale)
+            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.program.scale)
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
         self._peaks[bucket.index] = plus(self._peaks[bucket.index], peak)
@@ -231,4 +228,4 @@ class RowsContributions(Contributions):
 
 def new_sums(step: Step) -> VirtualSums:
     """Return empty sums for the virtual ranks of a step's rank."""
-    return VirtualSums(step.program, step.pool, step.scale, step.devices)
+    return VirtualSums(step.program, step.pool, step.devices)

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.schedule.schedule import summands
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.donation import donate
@@ -42,7 +40,6 @@ class Engine(EngineConfiguration):
         step: number of the next step.
         finished: one more than the number of the last successful step; 0 before.
         last_failed: True if the last step ended with an error, on all ranks.
-        scale: the agreed unit of weight.
         round: round of the loop over uneven inputs, if one runs.
         timeout_s: timeout requested by the caller.
         recorder: flight recorder of the operations.
@@ -62,7 +59,6 @@ class Engine(EngineConfiguration):
         self.last_failed = False
         self.when = ""
         self._idle: frozenset[int] = frozenset()
-        self.scale = WeightScale(summands(self.schedule), scaling=self.schedule.scaling)
         self.round: Round | None = None
         self.closed_by = ""
         self.superseded = False
@@ -173,7 +169,6 @@ class Engine(EngineConfiguration):
             code,
             self.transport,
             self._pool,
-            self.scale if averages else WeightScale(self.transport.world_size),
             self.step,
             method,
             with_stats,
@@ -300,16 +295,10 @@ class Engine(EngineConfiguration):
         if report is None:
             raise InternalError("a step ended in order without a control word")
         if step.program.schedule.result == "replicated":
-            return report  # gathering shards has no weights and no round
+            return report  # gathering shards has no round
         if self.round is not None:
             self.round.any_next = report.has_next > 0
             self.round.over = report.has_next == 0
-        if report.agreed and not report.failed and report.active:
-            total, scale = report.total_weight, step.context.scale
-            is_equal = report.total_squared * report.active == total * total
-            if not (is_equal and total / report.active == scale.unit):
-                scale = scale.next(total, report.total_squared, report.active)
-            self.scale = scale
         return report
 
 

@@ -223,8 +223,8 @@ class GradSync(TreeSync):
         """Return a `GradSync` like this one on another group; a collective call on that group.
 
         To be used after ranks were lost, after ranks have diverged by a step, and when a group
-        grows or shrinks; new ranks call `join`. Plan, options, unit of weight, step number and
-        expected gradients are kept, and states of hooks stay valid. This instance is closed on
+        grows or shrinks; new ranks call `join`. Plan, options, step number and expected
+        gradients are kept, and states of hooks stay valid. This instance is closed on
         success, and unchanged on failure.
 
         If ranks have finished different numbers of steps, all use the plan of the newest rank;
@@ -278,7 +278,7 @@ class GradSync(TreeSync):
     ) -> Self:
         """Return a `GradSync` on a new rank, while the others call `rebuild`; a collective call.
 
-        Plan, options, unit of weight and step number come from the other ranks; use
+        Plan, options and step number come from the other ranks; use
         `fddp.reconcile` for parameters and states.
 
         Args:

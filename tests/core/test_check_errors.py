@@ -320,13 +320,6 @@ ERRORS: dict[str, tuple[Callable[[], Schedule], str]] = {
         "0:8), with each gradient counted 4 times: it holds 1 of the sum over ranks instead of "
         "1/4; sum along each axis once, and add a repair once",
     ),
-    "an unfit unit": (
-        lambda: without(half(), 3, 4),
-        "op 3 (unpack of bucket 0, leaf 'h'): rank 0 ends with bucket 0, leaf 'h' (elements "
-        "0:8) if weights do not fit the agreed unit, holding a sum in an unsuitable weight "
-        "unit, which can't be corrected afterwards; reduce the bucket again, by a pack and "
-        "collectives with when='again'",
-    ),
     "shards summed": (
         lambda: replace(without(flat(), 3, 4, 5), result="replicated"),
         "op 3 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "

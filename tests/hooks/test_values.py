@@ -327,7 +327,7 @@ FEEDBACK = [
 def test_error_feedback_loses_nothing_over_steps(
     hook: Hook[Any], weights: list[list[float]]
 ) -> None:
-    """Whatever the weights, and so the units that sums are in."""
+    """Whatever the weights."""
     runs = fddp.loopback(2, steps, hook, len(weights), torch.float64, lambda r, s: weights[s][r])
     _conserved(runs, weights, 1e-12)
 
@@ -384,7 +384,6 @@ def test_state_saves_and_resumes_to_the_same_bits(hook: Hook[Any]) -> None:
         return means
 
     parted = fddp.loopback(2, halfway)
-    # The agreed unit of weight starts anew, so that sums are scaled by another power of two.
     for (means, _), others in zip(straight, parted, strict=True):
         assert same_bits([means, others])
 

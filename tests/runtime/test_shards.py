@@ -174,10 +174,8 @@ def test_scatter_and_gather_give_the_bits_of_all_reduce(data: st.DataObject) -> 
             fddp.GradSync(plan, group=group) as flat,
             fddp.GradSync(plan, group=group, algorithm="reduce_scatter") as sharded,
         ):
-            # The second time the unit of weight is another one.
-            for _ in range(2):
-                shards = sharded.reduce_scatter(own, weight=weight)
-                assert same_bits([sharded.all_gather(shards), flat(own, weight=weight)])
+            shards = sharded.reduce_scatter(own, weight=weight)
+            assert same_bits([sharded.all_gather(shards), flat(own, weight=weight)])
 
     fddp.loopback(world_size, run)
 

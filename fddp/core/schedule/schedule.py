@@ -33,9 +33,9 @@ from fddp.core.text import counted, leaf_text
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
 
-# Dtypes of so small a range that a wrong weight unit can't be corrected after the reduction.
+# Dtypes of so small a range that late gradients are not added to a sum that is there already.
 # Gradients of such a bucket are retained until the control word is reduced, and the bucket is
-# reduced again if necessary.
+# reduced again as a whole.
 RETAINED_DTYPES = frozenset({"float16"})
 
 _FORMAT = "fddp.Schedule/2"  # name and version: the first field of every document
