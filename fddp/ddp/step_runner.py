@@ -19,8 +19,7 @@ from fddp.ddp.unused_parameters import ParameterUse, Usage, raise_changed_graph
 from fddp.errors import InternalError
 from fddp.native.backward_watch import BackwardWatch
 from fddp.runtime.contributions import BackwardContributions, Contributions
-from fddp.runtime.step import Step
-from fddp.runtime.step_context import Outcome
+from fddp.runtime.step import Outcome, Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 
@@ -118,7 +117,7 @@ class StepRunner:
             )
             engine.in_backward = True
             step.allow_idle_ranks = self.usage.joining
-            if step.bound_hook is not None:
+            if step.code.hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
                 engine.transport.enter_step(None)
             if self.has_changed and not again:
@@ -140,7 +139,7 @@ class StepRunner:
             step.program,
             weight=1.0,
             accumulated=None,
-            idle=step.context.idle,
+            idle=step.idle,
             aliases_buffer=self.parameters.hooks.aliases_buffer if self._replaces else None,
             packs_early=not self._is_lazy,
         )
@@ -206,9 +205,9 @@ class StepRunner:
         self.wait_for_work()
         self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
         if step.record_time:
-            idle = step.context.idle - set(report.late)
+            idle = step.idle - set(report.late)
             self.recorder.record(
-                make_info(step, outcome, backward_s, begun_s=self.recorder.forward_start_s),
+                make_info(outcome, backward_s, begun_s=self.recorder.forward_start_s),
                 program.plan,
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),

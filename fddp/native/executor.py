@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NewType, Protocol, cast
 from weakref import ReferenceType
 
 from fddp.native import extension
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from fddp.native.autograd_leaves import GradientCounter
     from fddp.native.flight_ring import FlightRing
 
-NativeConstants = NewType("NativeConstants", object)
-"""Constants of a program on one rank, in compiled form."""
+Instr = NewType("Instr", object)
+"""An operation of a schedule, as the executor runs it."""
 
-NativeInstr = NewType("NativeInstr", object)
-"""An instruction."""
+NativeProgram = NewType("NativeProgram", object)
+"""The list of instructions of a program on one rank, with its constants."""
 
-NativeInstrs = NewType("NativeInstrs", object)
-"""A list of instructions."""
+NativeCalls = NewType("NativeCalls", object)
+"""Functions of Python that run what is not native."""
+
+Guard = Literal["always", "unless idle", "if used", "late"]
+"""Condition of an instruction. Idle buckets are left out because no rank used them in the step
+before, unless a gradient came all the same, which is then late."""
 
 
 class Phase(IntEnum):
@@ -34,29 +38,38 @@ class Phase(IntEnum):
 
 
 class Executor(Protocol):
-    """Runs the instructions of one step.
+    """Runs the list of one step.
 
     Attributes:
         is_finite, may_overflow: as in a control word, from packing.
+        is_regular: True if the report is that of regular words: nothing is repaired, and results
+            need no factor.
+        gives_views: True if results are slices of the buffers.
         position: position in the schedule of the operation under way, or -1.
     """
 
     is_finite: bool
     may_overflow: bool
+    is_regular: bool
+    gives_views: bool
     position: int
 
     def __call__(self, bucket: int) -> None:
         """Note that all expected gradients of a bucket have arrived, and run the list as far as the
         launch rule allows during backward. Never raises."""
 
-    def pack_leaves(self, leaves: list[Tensor | None], factor: float) -> bool:
-        """Pack gradients by leaf of the plan, times a factor. Return True if none is missing."""
+    def pack_leaves(self, leaves: list[Tensor | None], factor: float) -> None:
+        """Pack gradients by leaf of the plan, times a factor."""
 
     def pack_counted(self, counter: GradientCounter, factor: float) -> None:
         """Pack the gradients that a counter collects, times a factor."""
 
-    def pack_in_python(self) -> None:
-        """Pack by the functions of the instructions from now on."""
+    def set_regular_word(self, values: Tensor, fingerprint: int) -> None:
+        """Send `values` with a fingerprint as the control word, if all gradients have arrived by
+        then."""
+
+    def leave_to_python(self) -> None:
+        """Pack by functions of Python from now on, and send no regular word."""
 
     def set_buffer(self, bucket: int, buffer: Tensor) -> None:
         """Set the memory of a bucket."""
@@ -67,37 +80,19 @@ class Executor(Protocol):
     def buffers(self) -> list[Tensor | None]:
         """Return the memory of all buckets."""
 
-    def run(self, phase: int) -> bool:
-        """Run the list as far as the launch rule allows. Return True if it has ended.
+    def run(self, phase: int) -> None:
+        """Run the list as far as the launch rule allows; with `FREE`, to its end.
 
         Raises:
             BaseException: the error of an instruction, now or during backward; with `FREE` only.
         """
 
-    def run_list(self, list: NativeInstrs, phase: int) -> bool:
-        """Run the next list; as `run`. The list before it must have ended."""
-
     def drain(self) -> None:
         """Wait for all collectives in flight."""
 
-    def wait_at(self, position: int) -> None:
-        """Wait for the collective at a position, if there is one."""
-
-    def send_word(
-        self, values: Tensor, fingerprint: int, bucket: int, list: NativeInstrs, phase: int
-    ) -> None:
-        """Write a control word with a fingerprint, behind a bucket or, for -1, into memory of its
-        own, and run the next list, which sends it."""
-
-    def send_written_word(self, word: Tensor, list: NativeInstrs, phase: int) -> None:
-        """As `send_word`, for a control word that was written."""
-
     def word(self) -> Tensor | None:
-        """Return the control word, or its sum once it was read; None if none was written."""
-
-    def read_word(self, position: int, values: Tensor, fingerprint: int) -> bool:
-        """Wait for the collective at a position, which brings the sum of the control words. Return
-        True if all are equal to `values` with the fingerprint."""
+        """Return the control word, or its sum once the report was read; None if none was
+        written."""
 
     def results(self) -> list[Tensor | None]:
         """Return by leaf the slices of the buffers."""
@@ -125,37 +120,55 @@ class NativeCollectives(NamedTuple):
 
 
 def new_executor(
-    constants: NativeConstants,
+    program: NativeProgram,
+    calls: NativeCalls,
     collectives: NativeCollectives,
     ring: FlightRing,
     source: int,
     number: int,
     step: ReferenceType[Any],
-    first: NativeInstrs,
+    idle: Sequence[int] = (),
+    *,
+    records_times: bool = False,
+    measures: bool = False,
 ) -> Executor:
     """Return the executor of a step.
 
     Args:
-        constants, collectives: constants and collectives of the program.
+        program, calls, collectives: of the step.
         ring: ring of the flight recorder.
         source: number of the schedule in the ring.
         number: number of the step.
-        step: weak reference to the step, which the functions of instructions receive.
-        first: list to run first.
+        step: weak reference to the step, which the functions of Python receive.
+        idle: buckets that are left out.
+        records_times: True if Python starts collectives, to record their times.
+        measures: True if Python makes the results, and measures them.
     """
+    native = collectives.native
     new = extension.load().Executor
-    made = new(constants, collectives.native, ring, source, number, step, first)
+    made = new(program, calls, native, ring, source, number, step, idle, records_times, measures)
     return cast("Executor", made)
 
 
-def instr_type() -> Callable[..., NativeInstr]:
-    """Return the type of instructions."""
-    return cast("Callable[..., NativeInstr]", extension.load().Instr)
+def step_calls(
+    run: Callable[[Any, int, bool], Any],
+    fail_pack: Callable[[Any, int, Exception], None],
+    write_word: Callable[[Any], Tensor | None],
+    read_report: Callable[[Any, bool], tuple[Sequence[int], bool]],
+) -> NativeCalls:
+    """Return the functions that run what is not native.
 
-
-def instrs(made: Sequence[NativeInstr]) -> NativeInstrs:
-    """Return a list of instructions."""
-    return NativeInstrs(extension.load().Instrs(list(made)))
+    Args:
+        run: runs the operation at a position of a step. It returns the work of a collective, and
+            receives True if the caller waits for it next.
+        fail_pack: packs zeros at a position, whose bucket could not be packed natively.
+        write_word: returns the control word of this rank, in the memory that is reduced; None for
+            a regular one.
+        read_report: acts on the sum of the control words, and receives True if it is that of
+            regular ones. Returns the late buckets, and True if nothing is repaired and results
+            need no factor.
+    """
+    return NativeCalls(extension.load().StepCalls(run, fail_pack, write_word, read_report))
 
 
 def collectives_of_one() -> NativeCollectives:

@@ -39,7 +39,7 @@ class StepReport(NamedTuple):
     """Report of one rank on its step.
 
     Attributes:
-        step: `StepContext.moment`.
+        step: `Step.moment`.
         digest: `shared_digest` of its schedule.
         method: the call that opened the step; empty if the rank contributes nothing.
         abandoned: keys of operators' transports that it abandoned during a call.

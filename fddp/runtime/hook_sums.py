@@ -22,9 +22,9 @@ from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_collectives import Collectives
 from fddp.runtime.hook_work import HookWork
 from fddp.runtime.program import Program
-from fddp.runtime.step_context import StepContext
 from fddp.runtime.sums import Sums
 from fddp.telemetry.waits import note_wait
+from fddp.transport.base import Transport
 from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.tree.pytree import flatten
 
@@ -39,14 +39,22 @@ class HookSums(Sums):
             `record_time` only.
     """
 
-    def __init__(self, bound: BoundHook, context: StepContext) -> None:
-        super().__init__(context.code.program)
+    def __init__(
+        self,
+        bound: BoundHook,
+        program: Program,
+        transport: Transport,
+        step: int,
+        *,
+        record_time: bool,
+    ) -> None:
+        super().__init__(program)
         self._is_raw = bound.hook.raw
         if self._is_raw:
             self.averages = self.applies_scale = False
         self._bound = bound
-        self._transport, self._step = context.transport, context.step
-        self._record_time = context.with_stats
+        self._transport, self._step = transport, step
+        self._record_time = record_time
         self.spans: list[Interval] = []
         self._works: dict[int, HookWork] = {}  # by bucket
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended

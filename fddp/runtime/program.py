@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -14,7 +13,7 @@ from fddp.core.numerics.overflow import max_safe_magnitude
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
-from fddp.core.schedule.op import Op, Region, chunk, is_collective
+from fddp.core.schedule.op import Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule, association, summands
 from fddp.core.schedule.sum_tree import SumTree
@@ -65,23 +64,6 @@ class BucketProgram:
     sparse: bool
     is_view: bool
     max_safe_magnitude: float
-
-
-class Instruction(NamedTuple):
-    """An operation of the schedule, prepared.
-
-    Attributes:
-        position: position in the schedule.
-        op: the operation.
-        awaited: positions of the collectives of buckets that must have finished before, including
-            those awaited by dependencies that may be skipped.
-        needs_report: True if the control word must have been read before.
-    """
-
-    position: int
-    op: Op
-    awaited: tuple[int, ...]
-    needs_report: bool
 
 
 @dataclass(frozen=True)
@@ -144,21 +126,26 @@ class Program:
         return tuple(_bucket_program(self, index) for index in range(len(self.plan.buckets)))
 
     @cached_property
-    def instructions(self) -> tuple[Instruction, ...]:
-        """All operations, in launch order."""
+    def first_repair(self) -> int:
+        """Position of the first operation that only some reports ask for."""
+        ops = enumerate(self.schedule.ops)
+        return next((i for i, op in ops if op.when != "always"), len(self.schedule.ops))
+
+    @cached_property
+    def waits(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, the positions of the collectives of buckets that must have finished
+        before, including those that dependencies wait for which may be skipped."""
         ops = self.schedule.ops
-        decided = next((i for i, op in enumerate(ops) if op.when != "always"), len(ops))
-        prepared: list[Instruction] = []
-        for position, op in enumerate(ops):
+        waits: list[tuple[int, ...]] = []
+        for op in ops:
             awaited: dict[int, None] = {}
             for dep in op.deps:
                 if is_collective(ops[dep]) and ops[dep].bucket >= 0:
                     awaited[dep] = None
                 if ops[dep].when != "always":
-                    awaited.update(dict.fromkeys(prepared[dep].awaited))
-            needs_report = op.kind in ("gather", "unpack") or position >= decided
-            prepared.append(Instruction(position, op, tuple(awaited), needs_report))
-        return tuple(prepared)
+                    awaited.update(dict.fromkeys(waits[dep]))
+            waits.append(tuple(awaited))
+        return tuple(waits)
 
     @cached_property
     def scale(self) -> WeightScale:

@@ -192,8 +192,8 @@ class TreeSync:
             ValueError: the algorithm is not "reduce_scatter".
         """
         self._check_gather(shards)
-        engine = self._engine
-        return StepHandle(engine, engine.open_gather(), partial(begin_shards, shards=shards)).wait()
+        outcome = self._engine.run(Method.ALL_GATHER, partial(begin_shards, shards=shards))
+        return outcome.step.begun.unflatten(outcome.leaves)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def start_all_gather(self, shards: Any) -> StepHandle:
@@ -212,8 +212,7 @@ class TreeSync:
             ValueError: the algorithm is not "reduce_scatter".
         """
         self._check_gather(shards)
-        engine = self._engine
-        return start_step(engine, engine.open_gather, partial(begin_shards, shards=shards))
+        return start_step(self._engine, Method.ALL_GATHER, partial(begin_shards, shards=shards))
 
     def _check_gather(self, shards: Any) -> None:
         """Raise an error on all ranks if the algorithm has no shards."""
@@ -258,7 +257,7 @@ class TreeSync:
             tree = grads() if callable(grads) else grads
             return begin_tree(engine, step, method, tree, weight, state)[1]
 
-        return start_step(engine, partial(engine.open, method, with_stats=False), begin, label)
+        return start_step(engine, method, begin, label)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.

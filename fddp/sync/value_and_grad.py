@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
-from fddp.errors import InternalError, LossError
+from fddp.errors import LossError
 from fddp.native.autograd_leaves import LeafSet, leaf_set_type
 from fddp.native.untraced import untraced
 from fddp.runtime.backward import backward
@@ -109,27 +109,23 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """Take a step; see the class."""
-        engine = self._engine
-        step = engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
-        computed = None
-        with step.transport.step_scope(step.number):
-            try:
+
+        def begin(step: Step) -> Computed:
+            # Operators of the loss function raise once another rank has failed the step.
+            with step.transport.step_scope(step.number):
                 check_no_transform("value_and_grad")
-                if hook_state is not None or step.bound_hook is not None:
-                    step.hook_states = engine.checked_states(hook_state, "hook_state=")
+                if hook_state is not None or step.code.hook is not None:
+                    step.hook_states = self._engine.checked_states(hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with outside_inference_mode():
-                    computed = self._compute(step, args, kwargs, accumulated)
-            except BaseException as error:
-                step.fail(error)
-                engine.publish_step_failure(step.number, error)
-        outcome = engine.finish(step)
-        if computed is None:
-            raise InternalError("a step succeeded without forward and backward")
+                    return self._compute(step, args, kwargs, accumulated)
+
+        outcome = self._engine.run(Method.VALUE_AND_GRAD, begin, with_stats=self._with_info)
+        computed: Computed = outcome.step.begun
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
-        states = () if hook_state is None else (step.hook_states,)
-        infos = (make_info(step, outcome, computed.backward_s),) if self._with_info else ()
+        states = () if hook_state is None else (outcome.step.hook_states,)
+        infos = (make_info(outcome, computed.backward_s),) if self._with_info else ()
         return value, grads, *states, *infos
 
     def _compute(
@@ -179,7 +175,7 @@ class ValueAndGrad:
         self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
         engine = self._engine
-        if step.bound_hook is not None:
+        if step.code.hook is not None:
             # Hooks may call operators, also on ranks that have failed.
             step.transport.enter_step(None)
         view = leaves.inspect(loss)
