@@ -12,10 +12,11 @@ from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.plan.bucket import Bucket
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
+from fddp.native import extension
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_type
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
-from fddp.native.pack import pack_, pack_add_, plus
+from fddp.native.pack import pack_, pack_add_
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
 
@@ -342,6 +343,7 @@ class BackwardContributions(Contributions):
         packing = self._program.packings[bucket]
         peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
+            plus = extension.compiled.add_bounds
             for sums, weight in _earlier(self._accumulated, self._program.plan.buckets[bucket]):
                 peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
         return peak
@@ -438,7 +440,9 @@ def _pack_parts_(
     (sources, weight), *others = parts
     peak = pack_(buffer, layout, sources, scale.before(weight))
     for sources, weight in others:
-        peak = plus(peak, pack_add_(buffer, layout, sources, scale.before(weight)))
+        peak = extension.compiled.add_bounds(
+            peak, pack_add_(buffer, layout, sources, scale.before(weight))
+        )
     return peak
 
 

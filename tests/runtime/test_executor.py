@@ -19,8 +19,8 @@ from fddp.core.protocol.launch import Phase, may_launch
 from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.native import executor as native
+from fddp.native import extension
 from fddp.native.executor import NativeInstr, collectives_of_one, new_executor
-from fddp.native.flight_ring import new_flight_ring
 from fddp.runtime.compiled import CompiledProgram, make_instr
 from fddp.runtime.program import Instruction, Program
 from fddp.runtime.step_context import ListKey
@@ -312,7 +312,13 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
     lists = *code.first_lists(key), code.rest(key)
     order = [op for op in range(len(schedule.ops)) if schedule.ops[op].when == "always"]
     executor = new_executor(
-        code.constants, code.collectives, new_flight_ring(64), 0, 0, weakref.ref(code), lists[0]
+        code.constants,
+        code.collectives,
+        extension.compiled.FlightRing(64),
+        0,
+        0,
+        weakref.ref(code),
+        lists[0],
     )
     for bucket in data.draw(st.permutations(range(len(schedule.plan.buckets)))):
         if data.draw(st.booleans()):
