@@ -12,8 +12,7 @@ from fddp.native import extension
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fddp._C import FlightRing
-    from fddp.native.autograd_leaves import GradientCounter
+    from fddp._C import FlightRing, GradientCounter
 
 NativeConstants = NewType("NativeConstants", object)
 """Constants of a program on one rank, in compiled form."""

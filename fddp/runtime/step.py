@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,15 +31,17 @@ from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.protocol.launch import Action
 from fddp.errors import FddpError, error_text
-from fddp.native.autograd_leaves import GradientCounter, GraphInfo
 from fddp.native.executor import Executor, new_executor
-from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.contributions import NOTHING, Contributions, GraphInfo
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.step_context import USUAL, ListKey, RegularWord, StepContext
 from fddp.runtime.sums import Sums
 from fddp.telemetry.waits import note_wait
+
+if TYPE_CHECKING:
+    from fddp._C import GradientCounter
 
 _CPU = torch.device("cpu")
 
