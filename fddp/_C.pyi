@@ -379,7 +379,7 @@ class ParamSet(GradientCounter):
     """Parameters that live across steps, with hooks that announce the first gradient of a step to
     `watch`; see [Note: parameter hooks]."""
 
-    def __init__(self, params: Sequence[Tensor], watch: Any) -> None: ...
+    def __init__(self, params: Sequence[Tensor], watch: BackwardWatch) -> None: ...
     def count_undefined(self, on: bool) -> None:
         """Set whether an undefined gradient within a step stands for zeros. Otherwise it is
         ignored."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fddp.ddp.request import ModuleRequest
 from fddp.native import extension
-from fddp.native.backward_watch import BackwardWatch
 from fddp.native.torch_private import will_engine_execute_node
 from fddp.tree.pytree import flatten
+
+if TYPE_CHECKING:
+    from fddp._C import BackwardWatch
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fddp.native import extension
-from fddp.native.backward_watch import backward_watch
 from tests.support.backward_calls import call_in_backward
 
 
@@ -47,7 +46,9 @@ class Handler:
             with lock:
                 calls.append("output")
 
-        self.watch = backward_watch(self, self.gate, self.lock, on_output, Reports(calls))
+        self.watch = extension.compiled.BackwardWatch(
+            self, self.gate, self.lock, on_output, Reports(calls)
+        )
 
     def on_first_grad(self, context: int | None) -> None:
         self.calls.append("first grad" if context is None else f"context {context}")
