@@ -22,7 +22,7 @@ from torch import Tensor
 from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import GIVES_ROWS, TAKES_ROWS
-from fddp.native.operands import first_without_memory, have_derivatives
+from fddp.native import extension
 from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
 from fddp.native.untraced import untraced
 
@@ -179,8 +179,8 @@ def has_rules(leaves: Sequence[Any]) -> bool:
     """Return True if the leaves need autograd or functorch rules and are not just plain tensors."""
     return (
         are_functorch_transforms_active()
-        or have_derivatives(leaves, graphs=torch.is_grad_enabled())
-        or first_without_memory(leaves) >= 0
+        or extension.compiled.have_derivatives(leaves, torch.is_grad_enabled())
+        or extension.compiled.first_without_memory(leaves) >= 0
     )
 
 

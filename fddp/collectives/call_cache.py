@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,15 @@ from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
-from fddp.native.operands import Operands, operands
+from fddp.native.operands import operands
 from fddp.telemetry.call_site import Site
 from fddp.transport.operation import SUMMABLE_DTYPES
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
 from fddp.tree.pytree import TreeDef, flatten
+
+if TYPE_CHECKING:
+    from fddp._C import Operands
 
 
 class CallSpec(NamedTuple):

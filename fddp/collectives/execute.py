@@ -18,7 +18,7 @@ from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
 from fddp.core.text import leaf_text
 from fddp.errors import FddpError
-from fddp.native.operands import first_without_memory
+from fddp.native import extension
 from fddp.native.pack import pack_, slices
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
@@ -43,10 +43,10 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with inference, grad, call.communicator.lock:
-        if first_without_memory(leaves) >= 0:
+        if extension.compiled.first_without_memory(leaves) >= 0:
             # Forward mode creates zero tensors without memory.
             leaves = [None if leaf is None or leaf._is_zerotensor() else leaf for leaf in leaves]
-            position = first_without_memory(leaves)
+            position = extension.compiled.first_without_memory(leaves)
             if position >= 0:
                 _refuse(call, leaves[position], position)
         try:

@@ -33,7 +33,7 @@ from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
 from fddp.core.plan.leaf import LeafSpec
-from fddp.native.operands import have_derivatives
+from fddp.native import extension
 from fddp.native.torch_private import (
     SingleLevelFunction,
     are_functorch_transforms_active,
@@ -200,7 +200,7 @@ def _register(operator: Operator) -> None:
     ) -> list[Tensor]:
         own = [leaf for leaf in leaves if leaf is not None]
         is_transformed = are_functorch_transforms_active()
-        if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
+        if is_transformed or extension.compiled.have_derivatives(own, torch.is_grad_enabled()):
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fddp.ddp.parameters import HookedParameters
-from fddp.native.autograd_leaves import add_to_context
+from fddp.native import extension
 from fddp.runtime.contributions import TreeContributions
 from fddp.runtime.step import Step
 
@@ -52,4 +52,4 @@ def _write(
                 new.append((param, result))
             else:
                 grad.copy_(result)
-    add_to_context(context, new)
+    extension.compiled.add_to_context(context, new)

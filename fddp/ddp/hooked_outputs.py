@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fddp.native.backward_watch import BackwardWatch
+if TYPE_CHECKING:
+    from fddp._C import BackwardWatch
 
 
 class HookedOutputs:

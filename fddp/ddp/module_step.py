@@ -43,7 +43,7 @@ class ModuleStep:
     begun_s: float = field(default_factory=time.perf_counter)
     ended_s: float | None = None
     arrived: int | None = None
-    write: Callable[[Sequence[Tensor | None]], None] = _write_nothing
+    write: Callable[[list[Tensor | None]], None] = _write_nothing
 
     @property
     def is_begun(self) -> bool:

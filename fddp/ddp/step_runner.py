@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.autograd_context import SKIP_IN_CONTEXT, begin_in_context
@@ -17,11 +18,13 @@ from fddp.ddp.request import ModuleRequest
 from fddp.ddp.switch import Switch
 from fddp.ddp.unused_parameters import ParameterUse, Usage, raise_changed_graph
 from fddp.errors import InternalError
-from fddp.native.backward_watch import BackwardWatch
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.step import Outcome, Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
+
+if TYPE_CHECKING:
+    from fddp._C import BackwardWatch
 
 
 class StepRunner:

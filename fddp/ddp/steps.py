@@ -26,6 +26,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -45,18 +46,15 @@ from fddp.ddp.switch import Switch
 from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import InternalError, TransformError
 from fddp.hooks import cast as cast_hook
-from fddp.native.backward_watch import (
-    BackwardWatch,
-    backward_watch,
-    has_explicit_inputs,
-    is_compiled_backward,
-)
-from fddp.native.profiling import is_profiled
+from fddp.native import extension
 from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.finish import send
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
 from fddp.transport.torch_private import is_foreign
+
+if TYPE_CHECKING:
+    from fddp._C import BackwardWatch
 
 _ABORT_S = 0.05
 _COMPILED = (
@@ -118,7 +116,7 @@ class Steps:
         self._watch = watch
         self._recorder = recorder
         self._reports = LocalGradientReports(options.arguments.local_gradients)
-        self.passes = backward_watch(
+        self.passes = extension.compiled.BackwardWatch(
             self, switch, self.lock, weak_callback(self.on_output_grad), self._reports
         )
         self.outputs = HookedOutputs(self.passes)
@@ -176,7 +174,7 @@ class Steps:
     def on_output_grad(self) -> None:
         """Decide whether a backward pass that has reached an output takes a step.
 
-        `passes` takes it without this call if it is sure to; see `backward_watch`.
+        `passes` takes it without this call if it is sure to; see `BackwardWatch`.
 
         Raises:
             TransformError: the pass would leave parameters with this rank's own gradients.
@@ -185,9 +183,9 @@ class Steps:
         with self.lock:
             if self._takes_pass() and not self.is_stopped:
                 check_finalized(self.runner.current)
-                if is_compiled_backward():
+                if extension.compiled.is_compiled_backward():
                     raise TransformError(_COMPILED)
-                has_inputs = has_explicit_inputs()
+                has_inputs = extension.compiled.has_explicit_inputs()
                 if has_inputs and self.runner.parameters.are_captured():
                     raise TransformError(_CAPTURED)
                 self._queue_end(required=not has_inputs)
@@ -265,7 +263,8 @@ class Steps:
         """Close the step, and make its results the gradients; as `finish`."""
         runner = self.runner
         # The lock is entered again if nobody profiles, which has no effect.
-        with torch.profiler.record_function("fddp.finish") if is_profiled() else self.lock:
+        profiled = extension.compiled.is_profiled()
+        with torch.profiler.record_function("fddp.finish") if profiled else self.lock:
             self.passes.forget_end()
             try:
                 if runner.current is not None and runner.current.context is not None:

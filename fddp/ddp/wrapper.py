@@ -59,7 +59,7 @@ from fddp.ddp.switch import Switch
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
-from fddp.native.profiling import is_profiled
+from fddp.native import extension
 from fddp.native.untraced import untraced
 from fddp.runtime.nonfinite import Policy
 from fddp.telemetry.step_info import SyncInfo
@@ -282,7 +282,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Within a transform of `torch.func`, and under `functional_call` with other tensors, nothing
         is communicated and gradients are this rank's own.
         """
-        if is_profiled():
+        if extension.compiled.is_profiled():
             with torch.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)

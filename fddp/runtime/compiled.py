@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,13 @@ from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, 
 from fddp.core.protocol.launch import LAUNCHED
 from fddp.core.schedule.op import Op
 from fddp.native import extension
-from fddp.native.executor import Guard, Instr, NativeProgram, collectives_of_one
+from fddp.native.executor import collectives_of_one
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport
+
+if TYPE_CHECKING:
+    from fddp._C import Guard, Instr, StepProgram
 
 
 class RegularWord(NamedTuple):
@@ -84,9 +87,9 @@ class CompiledProgram:
         self.collectives = collectives_of_one()
 
     @cached_property
-    def native(self) -> NativeProgram:
+    def native(self) -> StepProgram:
         """The list of instructions, with constants, in the extension."""
-        module, program, schedule = extension.load(), self.program, self.program.schedule
+        module, program, schedule = extension.compiled, self.program, self.program.schedule
         buckets = [
             module.StepBucket(
                 bucket.leaves,
@@ -100,7 +103,7 @@ class CompiledProgram:
             for bucket in program.buckets
         ]
         piggyback = schedule.piggyback_op
-        made = module.StepProgram(
+        return module.StepProgram(
             [self._instr(position) for position in range(len(schedule.ops))],
             buckets,
             leaves=len(program.plan.leaves),
@@ -112,7 +115,6 @@ class CompiledProgram:
             limb_bits=program.control.limb_bits,
             limbs=program.control.fields["fingerprint"].stop,
         )
-        return NativeProgram(made)
 
     def _instr(self, position: int) -> Instr:
         program, schedule = self.program, self.program.schedule
@@ -120,7 +122,8 @@ class CompiledProgram:
         start, stop = program.extents[position]
         if is_carrier:  # reduces the control word, too
             start, stop = op.region.start, program.buckets[op.bucket].buffer_numel
-        kind, is_native = "call", False
+        kind: Literal["pack", "collect", "word", "unpack", "await", "call"] = "call"
+        is_native = False
         if op.kind == "pack":
             kind, is_native = "pack", self.packs_natively and op.when == "always"
         elif op.kind == "control":
@@ -134,7 +137,7 @@ class CompiledProgram:
             guard = "late"
         elif op.kind != "control" and not is_carrier:
             guard = "unless idle" if op.kind in LAUNCHED else "if used"
-        made = extension.load().Instr(
+        return extension.compiled.Instr(
             kind=kind,
             guard=guard,
             is_native=is_native,
@@ -144,7 +147,6 @@ class CompiledProgram:
             stop=stop,
             waits=program.waits[position],
         )
-        return Instr(made)
 
     def _is_plain(self, op: Op) -> bool:
         """Return True for a sum of a bucket over all ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, 
 from fddp.core.protocol.launch import Action
 from fddp.core.schedule.schedule import summands
 from fddp.errors import InternalError
-from fddp.native.executor import NativeCalls, Phase, step_calls
+from fddp.native import extension
+from fddp.native.executor import Phase
 from fddp.native.layout import Stats
 from fddp.runtime import operations
 from fddp.runtime.failures import (
@@ -33,6 +34,9 @@ from fddp.runtime.failures import (
 )
 from fddp.runtime.nonfinite import StopStepError
 from fddp.runtime.step import Outcome, Step
+
+if TYPE_CHECKING:
+    from fddp._C import StepCalls
 
 
 def send(step: Step) -> None:
@@ -193,9 +197,12 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
 
 
 @cache
-def calls() -> NativeCalls:
+def calls() -> StepCalls:
     """Return the functions of Python for the executor of a step."""
-    return step_calls(operations.run, operations.fail_pack, write_word, read_report)
+    made: StepCalls = extension.compiled.StepCalls(
+        operations.run, operations.fail_pack, write_word, read_report
+    )
+    return made
 
 
 def _check_report(step: Step, report: ControlReport) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,16 +18,12 @@ from fddp.core.schedule.op import Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule, association, summands
 from fddp.core.schedule.sum_tree import SumTree
-from fddp.native.autograd_leaves import (
-    LeafTypes,
-    Members,
-    NativePacking,
-    leaf_types,
-    members,
-    packing,
-)
+from fddp.native import extension
 from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
+
+if TYPE_CHECKING:
+    from fddp._C import BucketMembers, BucketPacking, LeafTypes
 
 # Gradients of at least this size are packed as they arrive, while they are in the cache and so that
 # the allocator can reuse their memory. Smaller ones are packed together.
@@ -205,15 +202,16 @@ class Program:
         return found
 
     @cached_property
-    def packings(self) -> tuple[NativePacking, ...]:
+    def packings(self) -> tuple[BucketPacking, ...]:
         """For each bucket, the leaves that are packed early and those packed together, in the
         extension."""
         made = []
         for bucket, layout in enumerate(self.layouts):
-            early = self.early.get(bucket, ())
+            early = [(position, slot.native) for position, slot in self.early.get(bucket, ())]
             alone = {position for position, _ in early}
             together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
-            made.append(packing(together, layout.part(together), early))
+            part = layout.part(together).native
+            made.append(extension.compiled.BucketPacking(together, part, early))
         return tuple(made)
 
     @cached_property
@@ -235,14 +233,20 @@ class Program:
         return tuple(tuple(self.number[i] for i in b.leaves) for b in self.plan.buckets)
 
     @cached_property
-    def members(self) -> Members:
+    def members(self) -> BucketMembers:
         """`member_numbers` in the extension."""
-        return members(self.member_numbers)
+        return extension.compiled.BucketMembers(self.member_numbers)
 
     @cached_property
     def leaf_types(self) -> LeafTypes:
         """Shapes and dtypes of the leaves, in the extension."""
-        return leaf_types(self.plan.leaves)
+        leaves = self.plan.leaves
+        dtypes = [getattr(torch, leaf.dtype, None) for leaf in leaves]
+        return extension.compiled.LeafTypes(
+            [leaf.shape for leaf in leaves],
+            [dtype if isinstance(dtype, torch.dtype) else None for dtype in dtypes],
+            [leaf.reducible for leaf in leaves],
+        )
 
 
 def _eager_bytes(program: Program, bucket: int) -> float:

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,11 @@ from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.protocol.launch import Action
 from fddp.errors import FddpError, error_text
-from fddp.native.autograd_leaves import GradientCounter, GraphInfo
+from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool
-from fddp.native.executor import Executor, NativeCalls, new_executor
 from fddp.native.layout import Stats
 from fddp.runtime.compiled import CompiledProgram, RegularWord
-from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.contributions import NOTHING, Contributions, GraphInfo
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
 from fddp.runtime.nonfinite import Policy
@@ -46,6 +45,9 @@ from fddp.runtime.sums import Sums
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.waits import note_wait
 from fddp.transport.base import Transport
+
+if TYPE_CHECKING:
+    from fddp._C import Executor, GradientCounter, StepCalls
 
 _CPU = torch.device("cpu")
 
@@ -71,7 +73,7 @@ class Step:
     def __init__(
         self,
         code: CompiledProgram,
-        calls: NativeCalls,
+        calls: StepCalls,
         transport: Transport,
         pool: BufferPool,
         recorder: Recorder,
@@ -143,17 +145,17 @@ class Step:
             self.check = FiniteCheck(nonfinite, self.program, self.results, hook, recorder)
         # Runs the list of the program, also from threads of backward. It refers to the step weakly,
         # because hooks of gradients keep it alive.
-        self.executor: Executor = new_executor(
+        self.executor: Executor = extension.compiled.Executor(
             code.native,
             calls,
-            code.collectives,
+            code.collectives.native,
             recorder.ring,
             recorder.number_of(self.program.schedule),
             number,
             weakref.ref(self),
             [*idle],
-            records_times=record_time,
-            measures=record_time or self.check is not None,
+            record_time,
+            record_time or self.check is not None,
         )
 
     # Made when they are needed, which most steps do not.

@@ -17,9 +17,9 @@ from torch import Tensor
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.schedule.sum_tree import tree_additions
 from fddp.errors import InternalError
+from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, views
-from fddp.native.pack import plus
 from fddp.runtime.contributions import BackwardContributions, Contributions, WeightedGradients
 from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
@@ -116,7 +116,7 @@ class VirtualSums:
             own = buffer[: len(left)]
             torch.add(left, own, out=own)
         self._totals[bucket] = buffer
-        return plus(self._peaks[bucket], peak)
+        return extension.compiled.add_bounds(self._peaks[bucket], peak)
 
     def spans(self, bucket: int) -> list[Tensor]:
         """Sums of the spans before the last."""
@@ -147,7 +147,7 @@ class VirtualSums:
             peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.program.scale)
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
-        self._peaks[bucket.index] = plus(self._peaks[bucket.index], peak)
+        self._peaks[bucket.index] = extension.compiled.add_bounds(self._peaks[bucket.index], peak)
 
     def _memory(self, bucket: BucketProgram) -> Tensor:
         index = bucket.index

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.errors import LossError
-from fddp.native.autograd_leaves import LeafSet, leaf_set_type
+from fddp.native import extension
 from fddp.native.untraced import untraced
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
@@ -31,6 +31,9 @@ from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
+
+if TYPE_CHECKING:
+    from fddp._C import LeafSet
 
 INSTEAD_IN_A_GRAPH = (
     "a GradSync can't be part of a graph: call it outside of the compiled function, or average "
@@ -155,7 +158,7 @@ class ValueAndGrad:
             return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
-        leaves = leaf_set_type()(_differentiated(params, program.differentiated))
+        leaves = extension.compiled.LeafSet(_differentiated(params, program.differentiated))
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         _begin(step, contributions, params, sums)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
@@ -280,7 +283,7 @@ def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | 
     return Accumulated(sums, checked) if checked > 0.0 else None
 
 
-def _differentiated(params: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+def _differentiated(params: list[Any], positions: Sequence[int]) -> list[Any]:
     return params if len(positions) == len(params) else [params[i] for i in positions]
 
 

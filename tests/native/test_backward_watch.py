@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fddp.native.autograd_leaves import param_set
-from fddp.native.backward_watch import backward_watch
+from fddp.native import extension
 from tests.support.backward_calls import call_in_backward
 
 
@@ -47,7 +46,9 @@ class Handler:
             with lock:
                 calls.append("output")
 
-        self.watch = backward_watch(self, self.gate, self.lock, on_output, Reports(calls))
+        self.watch = extension.compiled.BackwardWatch(
+            self, self.gate, self.lock, on_output, Reports(calls)
+        )
 
     def on_first_grad(self, context: int | None) -> None:
         self.calls.append("first grad" if context is None else f"context {context}")
@@ -89,7 +90,7 @@ def test_the_end_comes_last_and_once(handler: Handler, param: Tensor) -> None:
 
 
 def test_the_first_gradient_is_announced_if_it_is_expected(handler: Handler, param: Tensor) -> None:
-    watched = param_set([param], handler.watch)
+    watched = extension.compiled.ParamSet([param], handler.watch)
     param.sum().backward()
     handler.watch.expect_grads(True)
     param.sum().backward()
@@ -237,7 +238,7 @@ def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor,
 def test_gradients_in_no_step_are_reported_at_the_end_of_the_pass() -> None:
     handler = Handler()
     params = [torch.ones(2, requires_grad=True) for _ in range(3)]
-    watched = param_set(params, handler.watch)
+    watched = extension.compiled.ParamSet(params, handler.watch)
 
     def run(*used: int, allowed: bool = False) -> list[str]:
         handler.calls.clear()
@@ -284,7 +285,7 @@ def test_the_observer_outlives_its_handler() -> None:
     owned = [Handler()]
     watch = owned[0].watch
     param = torch.ones(2, requires_grad=True)
-    watched = param_set([param], watch)
+    watched = extension.compiled.ParamSet([param], watch)
     output = param * 2
     watch.expect_outputs([output], True)
     owned.clear()

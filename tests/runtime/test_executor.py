@@ -19,8 +19,8 @@ from fddp.core.protocol.launch import Phase, may_launch
 from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.native import executor as native
-from fddp.native.executor import collectives_of_one, new_executor, step_calls
-from fddp.native.flight_ring import new_flight_ring
+from fddp.native import extension
+from fddp.native.executor import collectives_of_one
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.program import Program
 from fddp.telemetry.waits import waits_since
@@ -311,7 +311,7 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
         code = CompiledProgram(Program(schedule, 0, False), transport, None)
     run = _Run(schedule)
     late = data.draw(st.sets(st.sampled_from(range(len(schedule.plan.buckets)))))
-    calls = step_calls(
+    calls = extension.compiled.StepCalls(
         lambda step, position, wait_soon: step.run(position),
         lambda step, position, error: None,
         lambda step: step.write_word(),
@@ -323,8 +323,9 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
         if op.when == "always" or op.bucket in late
         if not (op.kind == "unpack" and schedule.plan.buckets[op.bucket].sparse)
     ]
-    executor = new_executor(
-        code.native, calls, code.collectives, new_flight_ring(64), 0, 0, weakref.ref(run)
+    ring, reference = extension.compiled.FlightRing(64), weakref.ref(run)
+    executor = extension.compiled.Executor(
+        code.native, calls, code.collectives.native, ring, 0, 0, reference, [], False, False
     )
     for bucket in data.draw(st.permutations(range(len(schedule.plan.buckets)))):
         if data.draw(st.booleans()):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.errors import PlanMismatchError
+from fddp.native import extension
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
@@ -284,8 +285,8 @@ def unproved_on_rank(rank: int, world_size: int) -> str:
         def write(self, offset: int, data: bytes) -> None:
             pass
 
-    view = (lambda fd, span: Elsewhere()) if rank == 1 else host_discovery.view_arena
-    with mock.patch.object(host_discovery, "view_arena", view), open_transport() as transport:
+    view = (lambda fd, span: Elsewhere()) if rank == 1 else extension.compiled.ShmView
+    with mock.patch.object(extension.compiled, "ShmView", view), open_transport() as transport:
         assert transport.name == "c10d"
         return transport.reason
 

@@ -15,7 +15,7 @@ import torch
 
 import fddp
 from fddp.averaging import average
-from fddp.native.pack import storage_use_count
+from fddp.native import extension
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign, to_array, to_tensor
 from tests.support.groups import rank_of
@@ -187,9 +187,9 @@ def test_jax_holds_the_bucket() -> None:
     (result,) = fddp.native.pack.slices(bucket, layout)
     array = to_array(result)
     del result
-    assert storage_use_count(bucket) == 2
+    assert extension.compiled.storage_use_count(bucket) == 2
     del array
-    assert storage_use_count(bucket) == 1
+    assert extension.compiled.storage_use_count(bucket) == 1
 
 
 def test_single_arrays_and_tensors() -> None:

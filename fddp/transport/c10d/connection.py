@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from fddp.transport.c10d.nccl import NcclCommunicator
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
-
-if TYPE_CHECKING:
-    from fddp.transport.shm.bindings import ShmBackend
 
 
 class GroupCommunicator(Communicator):
@@ -56,11 +53,10 @@ def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Commu
 
 def _connect_fddp(spec: CommunicatorSpec) -> Communicator:
     backend = backend_of(spec.group, torch.device("cpu"))
-    if not isinstance(backend, extension.load().ShmBackend):
+    if not isinstance(backend, extension.compiled.ShmBackend):
         return GlooCommunicator(spec)  # the ranks do not share memory
-    whole = cast("ShmBackend", backend)
     part, _ = connect_with_abort(
-        lambda store: whole.split(store, spec.ranks, spec.timeout_s),
+        lambda store: backend.split(store, spec.ranks, spec.timeout_s),
         spec.store,
         spec.timeout_s,
         spec.check_peers,

@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fddp._C import ShmOperation
     from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.operation import Operation
-    from fddp.transport.shm.bindings import ShmOperation
     from fddp.transport.shm.host_discovery import HostGroups
 
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
