@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
+from fddp.core.entrance import entrance
 from fddp.core.plan.defaults import CAP_MB, MIB, timeout_error
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
@@ -91,6 +92,7 @@ class Communicator:
 
     title = "Communicator"
 
+    @entrance
     def __init__(
         self,
         group: Group | None = None,

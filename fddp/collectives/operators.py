@@ -26,6 +26,7 @@ from fddp.collectives.call_cache import checked_spec, flatten_call
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.group_position import Axis, OperatorArgs, resolve_communicator
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
@@ -34,6 +35,7 @@ from fddp.transport.mesh import Mesh
 Tree = TypeVar("Tree")
 
 
+@entrance
 def pmean(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -78,6 +80,7 @@ def pmean(
     return _operate(OperatorArgs("pmean", group, mesh, axis, plan), tree)
 
 
+@entrance
 def psum(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -98,6 +101,7 @@ def psum(
     return _operate(OperatorArgs("psum", group, mesh, axis, plan), tree)
 
 
+@entrance
 def all_gather(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -129,6 +133,7 @@ def all_gather(
     return _operate(OperatorArgs("all_gather", group, mesh, axis, plan, tiled=tiled), tree)
 
 
+@entrance
 def reduce_scatter(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -163,6 +168,7 @@ def reduce_scatter(
     return _operate(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
 
 
+@entrance
 def all_to_all(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -198,6 +204,7 @@ def all_to_all(
     return _operate(OperatorArgs("all_to_all", group, mesh, axis, plan, tiled=tiled), tree)
 
 
+@entrance
 def broadcast_from(
     tree: Tree,
     root: int,
@@ -228,6 +235,7 @@ def broadcast_from(
     return _operate(OperatorArgs("broadcast_from", group, mesh, axis, plan, root=root), tree)
 
 
+@entrance
 def pmax(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -256,6 +264,7 @@ def pmax(
     return _operate(OperatorArgs("pmax", group, mesh, axis, plan), tree)
 
 
+@entrance
 def sync_on_backward(
     tree: Tree,
     group: Group | Communicator | None = None,

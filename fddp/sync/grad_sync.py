@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fddp.core.keywords import suggest_keywords
+from fddp.core.entrance import suggest_keywords
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
 from fddp.core.text import counted
 from fddp.hooks.hook import Hook
