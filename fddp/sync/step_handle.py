@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.errors import InternalError
 from fddp.runtime.finish import send
 from fddp.runtime.inputs import outside_transforms
@@ -71,6 +72,7 @@ class StepHandle:
         """True if the step has ended, so that `wait` does not block."""
         return self._step is None
 
+    @entrance
     def wait(self) -> Any:
         """Wait for the results and return them. Further calls return the same tensors.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.errors import InternalError, LossError
 from fddp.native.autograd_leaves import LeafSet, leaf_set_type
@@ -100,6 +101,7 @@ class ValueAndGrad:
     _weight_fn: Callable[..., float] | None
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self,
