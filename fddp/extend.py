@@ -9,7 +9,7 @@ These names are public, and may change between minor versions.
     communicator_of, GroupRegistry, run_operator, Reduction, SUMMABLE_DTYPES
                                 communicators, objects of groups, and a reduction of leaves
     call_site, Site             a line of the caller's code
-    entrance                    short tracebacks of errors that leave a function
+    entrance                    a public function, whose errors have short tracebacks
     to_array, to_tensor         conversion of JAX arrays
     exchange, Schema, MappingOf, optional, check_equal
                                 values of all ranks, validated and compared

@@ -331,6 +331,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Steps
 
+    @entrance
     def in_step(self) -> AbstractContextManager[None]:
         """Mark one step. An exception raised inside on one rank is reported to the others.
 
@@ -704,6 +705,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """
         return self.logger.info
 
+    @entrance
     def timeline(self) -> Timeline:
         """Return the times of the last measured step: number 0 to 10, then one in a hundred.
 

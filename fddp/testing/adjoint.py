@@ -121,6 +121,7 @@ def check_gradients(
         _compare("forward mode", by_input(jvp), wanted, tol)
 
 
+@entrance
 def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the function from `(inputs, cotangents)` to the gradients of `fn`.
 
