@@ -291,9 +291,7 @@ CASES: dict[str, Case] = {
     # Operators
     "pmean": Case(lambda g: fddp.pmean(torch.ones(2).int(), g), TypeError, "pmean", "_check"),
     "psum": Case(lambda g: fddp.psum(3.0, g), TypeError, "psum", "_check"),
-    "an axis": Case(
-        lambda g: fddp.psum(ONE, g, axis="host"), ValueError, "psum", "abort_handshake"
-    ),
+    "an axis": Case(lambda g: fddp.psum(ONE, g, axis="host"), ValueError, "psum", "_check_axis"),
     "a plan": Case(
         lambda g: fddp.psum(ONE, g, plan=OTHER), fddp.PlanMismatchError, "psum", "_planned"
     ),
@@ -318,7 +316,7 @@ CASES: dict[str, Case] = {
         lambda g: fddp.all_to_all(torch.ones(3), g), ValueError, "all_to_all", "_unit", ranks=2
     ),
     "broadcast_from": Case(
-        lambda g: fddp.broadcast_from(ONE, 7, g), ValueError, "broadcast_from", "checked_root"
+        lambda g: fddp.broadcast_from(ONE, 7, g), ValueError, "broadcast_from", "_checked_root"
     ),
     "sync_on_backward": Case(
         lambda g: fddp.sync_on_backward(ONE, g, plan=OTHER),

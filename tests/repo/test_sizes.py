@@ -18,9 +18,9 @@ WIDE = {
     *("GradSync.__init__", "DistributedDataParallel.__init__"),
     "VirtualSampler.__init__",
     *("make_shm_backend", "ShmBackend.start", "new_executor"),
-    "_in_graph",  # of flat constants, which dynamo traces
+    *("_in_graph", "operate", "_operate"),  # of flat constants, which dynamo traces
 }
-LARGE = {"DistributedDataParallel"}  # the names of torch's class, which do nothing themselves
+LARGE = {"DistributedDataParallel", "GradSync"}  # mostly signatures and their documentation
 
 
 def is_overload(function: ast.FunctionDef) -> bool:
