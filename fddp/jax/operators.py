@@ -14,7 +14,6 @@ from jax.extend.core import Primitive
 
 from fddp import Communicator
 from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, entrance, leaf_text, tree_flatten
-from fddp.jax import lowering as lowering
 from fddp.jax.communicators import JitCommunicator, jit_communicator_of
 from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
 
