@@ -22,6 +22,7 @@ from torch import Tensor
 from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import GIVES_ROWS, TAKES_ROWS
+from fddp.core.entrance import entrance
 from fddp.native import extension
 from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
 from fddp.native.untraced import untraced
@@ -55,6 +56,7 @@ class FddpLinear(_Operator):
         return tuple(run(call, leaves))
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
@@ -84,6 +86,7 @@ class FddpMaximum(_Operator):
         ctx.save_for_forward(*shares)
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
@@ -110,6 +113,7 @@ class FddpMeanOnBackward(_Operator):
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         averaging = ctx.call.derived(ctx.call.program.averaging, "backward")

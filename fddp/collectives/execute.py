@@ -49,6 +49,8 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             position = extension.compiled.first_without_memory(leaves)
             if position >= 0:
                 _refuse(call, leaves[position], position)
+        if call.program.place.size == 1:
+            return _copied(call, leaves)
         try:
             return _run(call, leaves)
         except FddpError as error:
@@ -114,6 +116,17 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             results[k] = result
         pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     entry.note_done()
+    return results  # type: ignore[return-value]  # each unit is in one bucket
+
+
+def _copied(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """Results on one rank alone, which meets no other: copies, without a collective."""
+    results: list[Tensor | None] = [None] * len(leaves)
+    for fused in call.program.fused_buckets:
+        buffer = _pack(call, fused, leaves)
+        for k, result in zip(fused.members, _take(call, fused, buffer), strict=True):
+            results[k] = result
+        call.communicator.pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     return results  # type: ignore[return-value]  # each unit is in one bucket
 
 

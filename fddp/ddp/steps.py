@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
+from fddp.core.entrance import entrance
 from fddp.ddp.arguments import Options
 from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.hooked_outputs import HookedOutputs
@@ -241,6 +242,7 @@ class Steps:
                 is_on_cpu = all(leaf.is_cpu for leaf in self.runner.parameters.leaves)
                 self.runner.restore_grads(leave=not (is_on_cpu or self.switch.in_step))
 
+    @entrance
     def finish(self, *, required: bool) -> None:
         """End the step at the end of backward, or leave that to `finalize`.
 

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import Timeline
 from fddp.ddp import finalization
@@ -152,6 +153,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     gradient_as_bucket_view: bool
     static_graph: bool
 
+    @entrance
     def __init__(
         self,
         module: Module,
@@ -275,6 +277,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     # Forward
 
     # Dynamo compiles the module, and not the code of the wrapper.
+    @entrance
     @untraced(_COMPILE_MODULE, callees=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output. Backward passes through it synchronise gradients.
@@ -328,6 +331,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Steps
 
+    @entrance
     def in_step(self) -> AbstractContextManager[None]:
         """Mark one step. An exception raised inside on one rank is reported to the others.
 
@@ -421,6 +425,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             or finalization.needs_end_of_backward(self._steps.runner)
         )
 
+    @entrance
     @untraced(_COMPILE_MODULE)
     def finalize_backward(self) -> None:
         """Wait for the step's collectives, and write its gradients.
@@ -449,6 +454,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Ranks with fewer inputs
 
+    @entrance
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -484,6 +490,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             throw_on_early_termination=throw_on_early_termination,
         )
 
+    @entrance
     def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
         """Return the hook that `torch.distributed.algorithms.join.Join` calls on joined ranks.
 
@@ -517,6 +524,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Communication hooks
 
+    @entrance
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook. Call it once, before the first backward.
 
@@ -697,6 +705,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """
         return self.logger.info
 
+    @entrance
     def timeline(self) -> Timeline:
         """Return the times of the last measured step: number 0 to 10, then one in a hundred.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.runtime.finish import send
 from fddp.runtime.inputs import outside_transforms
@@ -57,6 +58,7 @@ class StepHandle:
         """True if the step has ended, so that `wait` does not block."""
         return self._step is None
 
+    @entrance
     def wait(self) -> Any:
         """Wait for the results and return them. Further calls return the same tensors.
 

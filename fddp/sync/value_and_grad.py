@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.errors import LossError
 from fddp.native import extension
@@ -103,6 +104,7 @@ class ValueAndGrad:
     _weight_fn: Callable[..., float] | None
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self,

@@ -25,7 +25,7 @@ def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[
     root = 1 if operator == "broadcast_from" else -1
     asked = CallSpec(operator, communicator.place(()), root)
     paths = [str(k) for k in range(len(leaves))]
-    program = program_of(communicator, asked, paths, range(len(leaves)), leaves)
+    program = program_of(communicator.cap_bytes, asked, paths, range(len(leaves)), leaves)
     return Call(communicator, program, CallRecord(None), ("backward",))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fddp.transport import Group, Transport
-    from fddp.transport.work import Work
+    from fddp.transport.base import Work
     from tests.support.ranks import Launch
 
 WORLD_SIZES = [1, 2, 3, 4]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.messages import Schema, decode
 from fddp.core.schedule.op import (
@@ -212,6 +213,7 @@ class Schedule:
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
+    @entrance
     def from_json(cls, text: str) -> Schedule:
         """Restore a schedule from `to_json`. `check_schedule` verifies its operations.
 

@@ -23,6 +23,7 @@ from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
@@ -175,6 +176,7 @@ class Recorder:
         return self.name, self._empty.rank, self._serial
 
 
+@entrance
 def flight(*of: object, reason: str = "requested") -> Flight:
     """Return the newest 100 operations of each `GradSync` and communicator of this process.
 
