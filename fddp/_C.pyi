@@ -6,7 +6,7 @@ which checks that it fits the installed torch. The order is that of `csrc/module
 
 from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import Any, Final, Literal, Protocol, TypeAlias, type_check_only
+from typing import Any, Final, Literal, Protocol, type_check_only
 from weakref import ReferenceType
 
 import torch
@@ -478,12 +478,14 @@ class StepBucket:
 
 class Instr:
     """An operation of a schedule. It works on elements `start` to `stop` of a bucket (-1 for a
-    control word that travels by itself), and waits for the collectives at the positions `waits`."""
+    control word that travels by itself), and waits for the collectives at the positions `waits`.
+    Its guard decides whether it runs: idle buckets are left out because no rank used them in the
+    step before, and a gradient that comes for one all the same is late."""
 
     def __init__(
         self,
         kind: Literal["pack", "collect", "word", "unpack", "await", "call"],
-        guard: Guard,
+        guard: Literal["always", "unless idle", "if used", "late"],
         is_native: bool,
         needs_report: bool,
         bucket: int,
@@ -491,10 +493,6 @@ class Instr:
         stop: int,
         waits: Sequence[int],
     ) -> None: ...
-
-# Condition of an instruction. Idle buckets are left out because no rank used them in the step
-# before; a gradient that comes all the same is late.
-Guard: TypeAlias = Literal["always", "unless idle", "if used", "late"]
 
 class StepProgram:
     """The list of instructions of a program on one rank, with its constants."""

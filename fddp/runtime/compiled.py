@@ -24,7 +24,7 @@ from fddp.runtime.program import Program
 from fddp.transport.base import Transport
 
 if TYPE_CHECKING:
-    from fddp._C import Guard, Instr, StepProgram
+    from fddp._C import Instr, StepProgram
 
 
 class RegularWord(NamedTuple):
@@ -132,7 +132,7 @@ class CompiledProgram:
             kind, is_native = "collect", self.is_native and self._is_plain(op)
         elif op.kind == "unpack":
             kind = "await" if program.buckets[op.bucket].sparse else "unpack"
-        guard: Guard = "always"
+        guard: Literal["always", "unless idle", "if used", "late"] = "always"
         if op.when != "always":
             guard = "late"
         elif op.kind != "control" and not is_carrier:

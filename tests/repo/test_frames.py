@@ -188,7 +188,9 @@ CASES: dict[str, Case] = {
     "a weight": Case(
         lambda g: sync(g)(ONE, weight=-1.0), fddp.WeightError, "__call__", "checked_weight"
     ),
-    "no weight": Case(lambda g: sync(g)(ONE, weight=0.0), fddp.WeightError, "__call__", "_give_up"),
+    "no weight": Case(
+        lambda g: sync(g)(ONE, weight=0.0), fddp.WeightError, "__call__", "_check_report"
+    ),
     "a transform": Case(
         lambda g: torch.func.vmap(lambda x: sync(g)({"w": x}))(torch.ones(2, 4)),
         fddp.TransformError,
