@@ -425,6 +425,16 @@ def _leaves_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     return treedef.paths, leaves
 
 
+# Buckets
+
+
+def test_gradients_are_views_of_a_buffer_that_is_a_view() -> None:
+    bucket = Bucket(_spec(torch.zeros(2, 3)), torch.arange(8.0)[2:], 1.0)
+    (grad,) = bucket.gradients()
+    assert grad.tolist() == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+    assert grad.data_ptr() == bucket.buffer.data_ptr()
+
+
 # State
 
 

@@ -24,6 +24,7 @@ from fddp.cli.main import main
 from fddp.telemetry.flight.log import Flight, FlightOp
 from fddp.telemetry.flight.recorder import SIZE
 from tests.support.endings import ending
+from tests.support.hook_models import late_loss
 from tests.support.polling import HANG_S, soon
 from tests.support.ranks import RankPool
 
@@ -125,6 +126,19 @@ def test_every_kind_of_operation_is_noted(
 ) -> None:
     for kinds in fddp.loopback(ranks_of_group, kinds_of, options, how):
         assert sorted(kinds) == sorted(wanted)
+
+
+def test_repairs_are_noted_as_such() -> None:
+    def run(group: Any) -> list[str]:
+        params = {f"w{i}": torch.eye(4) for i in range(4)}
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            step = sync.value_and_grad(late_loss)
+            step(params, torch.ones(3, 4), False)
+            step(params, torch.ones(3, 4), group.rank == 1)
+            return [op.kind for op in fddp.flight(sync).logs[0].ops if op.step == 1]
+
+    usual = ["all_reduce"] * 4
+    assert fddp.loopback(2, run) == [[*usual, "all_reduce (late)"]] * 2
 
 
 def test_operators_are_noted_where_they_were_called() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +66,14 @@ NOT_WAITED_FOR = op_of(6, state="failed", waited_s=None)
             (),
             "all ranks agree up to operation 19",
         ),
+        (
+            [WAITS, (op_of(3, state="waited for"),), WAITS],
+            6,
+            (1,),
+            f"rank 1 has not reached operation 6, {IN_5}, and ranks 0, 2 wait",
+        ),
     ],
-    ids=["together", "other", "behind", "no flight", "not waited", "failed", "ring"],
+    ids=["together", "other", "behind", "no flight", "not waited", "failed", "ring", "far behind"],
 )
 def test_ranks_are_lined_up(
     ops_by_rank: list[tuple[FlightOp, ...]], number: int, ranks: tuple[int, ...], text: str
@@ -214,6 +221,24 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a flight: "):
         Flight.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("rank", "3", "rank 3 is not one of 3 members"),
+        ("rank", "-1", "rank -1 is not one of 3 members"),
+        ("taken_s", "1e999", "inf is not a finite number"),
+        ("made_s", "NaN", "nan is not a finite number"),
+        ("pid", str(2**63), f"{2**63} is not a finite number below 2**63"),
+    ],
+)
+def test_values_out_of_range_are_refused(field: str, value: str, problem: str) -> None:
+    text = flight_of(log_of(0, op_of(1))).to_json()
+    (changed, count) = re.subn(f'"{field}": [^,]*', f'"{field}": {value}', text)
+    assert count == 1
+    with pytest.raises(ValueError, match=re.escape(f"not a flight: {problem}")):
+        Flight.from_json(changed)
 
 
 def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
