@@ -348,7 +348,11 @@ def test_a_full_disk_does_not_hide_the_error(
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)])
 def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
     answered: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: answered.append(number))
+
+    def answer(number: int, _: Any) -> None:
+        answered.append(number)
+
+    before = signal.signal(signal.SIGUSR1, answer)
     try:
         all_dumps = [
             fddp.dump_flights(tmp_path / "deep" / str(n), on_signal=signal.SIGUSR1)
@@ -374,7 +378,7 @@ def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> No
                     if not file.name.endswith(".pid"):
                         file.unlink()
                 assert len(list((tmp_path / "deep" / str(n)).iterdir())) == (n in left)
-        assert signal.getsignal(signal.SIGUSR1) == before or not callable(before)
+        assert signal.getsignal(signal.SIGUSR1) == answer
     finally:
         signal.signal(signal.SIGUSR1, before)
 
