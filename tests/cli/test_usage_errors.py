@@ -34,6 +34,7 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["simulate", "m:f"], "the following arguments are required: --topology, --cost"),
         ([*SIMULATE], "one of the arguments --backward-ms --ready is required"),
         ([*SIMULATE, "--backward-ms", "1", "--ready", "f"], "not allowed with argument"),
+        ([*SIMULATE, "--backward-ms", "inf"], "-ms: must be a number above 0, got 'inf'"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1,,2"], "--caps: must be a number above 0"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1e-9"], "must be a cap of at least one byte"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "a"], "must be SPREAD or SPREAD,RATE,"),

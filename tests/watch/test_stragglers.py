@@ -115,6 +115,10 @@ HICCUP_S = [2.0, *[0.01] * 19]
 #: seconds of forward passes by rank, and how far behind which ranks are
 EXAMPLES: dict[str, tuple[list[list[float]], dict[int, float]]] = {
     "half of the ranks": ([[0.06] * 9] * 2 + [[0.01] * 9] * 2, {0: 0.05, 1: 0.05}),
+    "three of five ranks": (
+        [[0.06] * 9] * 3 + [[0.01] * 9] * 2,
+        {0: 0.05, 1: 0.05, 2: 0.05},
+    ),
     "a delay within noise": ([[0.1 + 0.01 * r + of for of in NOISE_S] for r in range(2)], {}),
     "one slow step": ([[0.01] * 20, HICCUP_S], {}),
     "behind one with a slow step": ([HICCUP_S, [0.06] * 20], {1: 0.05}),
