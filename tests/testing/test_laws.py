@@ -232,6 +232,13 @@ def test_a_repair_before_the_control_word_makes_ranks_diverge() -> None:
     )
 
 
+def test_what_is_late_on_one_rank_is_repaired_by_all() -> None:
+    for schedule in (one_schedule(), with_separate_word(one_schedule())):
+        kinds = [(op.when, op.bucket) for op in assert_same_collectives(schedule, [[1, 0, 1], []])]
+        assert kinds.count(("late", 0)) == 1
+        assert ("late", 1) not in kinds
+
+
 def test_expected_order_decides_late_repairs() -> None:
     twice = [[1, 0, 1], [1, 0, 1]]
     repair = ("late", 0)
@@ -378,6 +385,25 @@ def test_a_written_gradient_is_reported(how: str) -> None:
 
     for end in on_every_rank(2, call):
         assert end.text == "rank 0: leaf 'b' of the input gradients was written"
+
+
+def test_leaves_that_only_ranks_of_no_weight_have_are_none() -> None:
+    def run(group: Any) -> None:
+        first, second = own_trees(2)
+        with fddp.GradSync(first, group=group) as sync:
+            mean = assert_mean(sync, [{**first, "a": None}, second], [1.0, 0.0])
+            assert mean["a"] is None
+
+    loopback(2, run)
+
+
+def test_local_leaves_are_those_of_the_rank() -> None:
+    def run(group: Any) -> None:
+        trees = own_trees(2)
+        with fddp.GradSync(trees[0], group=group, select=lambda path: path != "a") as sync:
+            assert torch.equal(assert_mean(sync, trees)["a"], trees[group.rank]["a"])
+
+    loopback(2, run)
 
 
 def test_wrong_weights_are_reported() -> None:
