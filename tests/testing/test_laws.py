@@ -232,6 +232,14 @@ def test_a_repair_before_the_control_word_makes_ranks_diverge() -> None:
     )
 
 
+def test_as_many_other_collectives_are_not_the_same() -> None:
+    plan = fddp.plan_buckets({name: torch.zeros(3) for name in "abc"}, **SMALL)
+    schedule = fddp.make_schedule(plan, fddp.Topology(world=2))
+    bad = repaired_before_it_is_known(with_separate_word(schedule))
+    with pytest.raises(AssertionError, match=r"issues op .*leaf 'c'.* rank 1 issues op .*leaf 'b'"):
+        assert_same_collectives(bad, [[2, 1, 2, 0], [2, 1, 1, 0]])
+
+
 def test_what_is_late_on_one_rank_is_repaired_by_all() -> None:
     for schedule in (one_schedule(), with_separate_word(one_schedule())):
         kinds = [(op.when, op.bucket) for op in assert_same_collectives(schedule, [[1, 0, 1], []])]
