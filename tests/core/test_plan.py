@@ -318,6 +318,8 @@ def test_bad_arguments() -> None:
         plan_buckets(tree, sparse=["wieght"])
     with pytest.raises(ValueError, match="got the single str 'weight'"):
         plan_buckets(tree, sparse="weight")
+    with pytest.raises(ValueError, match="'n' of dtype int64, which has no gradient; name leaves"):
+        plan_buckets(tree, sparse=["n"])
     with pytest.raises(ValueError, match=r"order leaves out leaf 0 \('bias'\)"):
         plan_buckets(tree, order=[2])
     with pytest.raises(ValueError, match=r"select rejects it, leaf 0 \('bias'\)"):

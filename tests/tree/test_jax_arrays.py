@@ -494,7 +494,9 @@ def devices_on_rank(rank: int, world_size: int) -> tuple[str, str, str]:
             sync(tree)
         second = sync(jax.device_put(tree, jax.devices()[1]))["w"]
         assert second.tolist() == tree["w"].tolist()
-        return str(spread.value), str(elsewhere.value), str(second.device)
+    on_both = [jax.device_put(jnp.ones(2), device) for device in jax.devices()]
+    assert [mean.device for mean in fddp.pmean(on_both)] == jax.devices()
+    return str(spread.value), str(elsewhere.value), str(second.device)
 
 
 def test_trees_of_tensors_have_no_foreign_leaves() -> None:
