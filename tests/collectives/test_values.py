@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, vmap
 
 import fddp
+from fddp.collectives.operator_program import bucketed
+from fddp.core.plan.leaf import LeafSpec
 from fddp.testing import gradients, param_trees
 from tests.support.collectives import OPERATORS
 from tests.support.examples import examples
@@ -238,6 +240,12 @@ def test_plans(group: Any) -> None:
         assert len(rows_plan.buckets) == 2
         alike = [fddp.all_to_all(rows, ranks), fddp.all_to_all(rows, ranks, plan=rows_plan)]
         assert same_bits(alike)
+
+
+def test_a_bucket_is_closed_when_it_reaches_the_cap() -> None:
+    units = [LeafSpec(str(k), (2,), "float32") for k in range(5)]
+    for cap_bytes, wanted in ((15, ((0, 1), (2, 3), (4,))), (16, ((0, 1), (2, 3), (4,)))):
+        assert bucketed(units, [torch.device("cpu")] * 5, cap_bytes) == wanted
 
 
 @on_threads(2)
