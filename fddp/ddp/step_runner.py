@@ -116,15 +116,18 @@ class StepRunner:
             step = self.current.step = engine.open(
                 Method.MODULE, with_stats=self.recorder.wants(engine.step)
             )
-            engine.in_backward = True
-            step.allow_idle_ranks = self.usage.joining
+            engine.note_backward(runs=True)
             if step.bound_hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
                 engine.transport.enter_step(None)
             if self.has_changed and not again:
                 step.fail(ParametersChangedError())
                 return
-            step.begin(self._contributions(step), self.parameters.leaves)
+            step.begin(
+                self._contributions(step),
+                self.parameters.leaves,
+                allow_idle_ranks=self.usage.joining,
+            )
             self.current.write = self.parameters.assign
             step.arm(hooks, self.parameters.graph, engine.arrivals)
         except BaseException as error:
@@ -230,11 +233,9 @@ class StepRunner:
         """
         if self.current is None or self.current.step is None:
             raise InternalError("a step was to be closed that was not open")
-        self.engine.in_backward = False
+        self.engine.note_backward(runs=False)
         outcome = self._close(self.current.step)
-        contributions = self.current.step.contributions.backward
-        if contributions is not None and contributions.leaf_set is not None:
-            self.engine.arrivals = contributions.arrivals()
+        self.engine.note_arrivals(self.current.step)
         return outcome
 
     def _close(self, step: Step) -> Outcome:
@@ -266,10 +267,9 @@ class StepRunner:
     def take_part(self, weight: float) -> None:
         """Run a step to which this rank contributes nothing; its gradients stay unchanged."""
         step = self.engine.open(Method.MODULE, with_stats=False)
-        step.allow_idle_ranks = True
         nothing = Contributions()
         nothing.weight = weight
-        step.begin(nothing, self.parameters.leaves)
+        step.begin(nothing, self.parameters.leaves, allow_idle_ranks=True)
         self._close(step)
         self.wait_for_work()
         del step
@@ -318,7 +318,7 @@ class StepRunner:
     def drop(self) -> None:
         """Drop the state of a step that has ended."""
         self.parameters.hooks.disarm()
-        self.engine.in_backward = False
+        self.engine.note_backward(runs=False)
         self.work.clear()
         self.current = None
         if self.micro_batches is not None:

@@ -247,6 +247,16 @@ class Engine(EngineConfiguration):
         self.transport.note_interrupted_step()
         self.close(reason)
 
+    def note_backward(self, *, runs: bool) -> None:
+        """Note that backward of a step begins to run, or has ended."""
+        self.in_backward = runs
+
+    def note_arrivals(self, step: Step) -> None:
+        """Note the numbers of gradients that arrived in a step, for the next one."""
+        contributions = step.contributions.backward
+        if contributions is not None and contributions.leaf_set is not None:
+            self.arrivals = contributions.arrivals()
+
     @contextmanager
     def watched(self) -> Iterator[list[Step]]:
         """Collect the steps that succeed in the block."""
