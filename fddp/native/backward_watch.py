@@ -35,34 +35,33 @@ class PassHandler(Protocol):
         one is given. Must not raise."""
 
     def on_abort(self) -> None:
-        """Note that a backward pass was aborted, whose end had been queued."""
+        """Take the news that a backward pass was aborted, whose end had been queued."""
 
-    def finish(self, *, required: bool) -> None:
-        """End the step at the end of a backward pass; calls `forget_end`."""
+    def finish(self) -> None:
+        """End the step at the end of a backward pass."""
+
+
+OUTPUT_REACHED, PASS_ABORTED = 1, 2
+"""News of a `BackwardWatch`; they come in this order."""
 
 
 class BackwardWatch(Protocol):
     """Observer of the backward passes through a module (csrc/autograd/backward_watch.h).
 
     Attributes:
-        expects_grads: True if gradients belong to a step that come without an output being reached.
         is_queued: True within a backward pass whose end was queued.
-        is_aborted: True if that pass was aborted.
-        is_required: True if that pass takes a step even without a gradient.
-        asks_driver: True if the handler decides about every pass that reaches an output.
+        reached_s: time at which the last pass reached an output, in seconds of `perf_counter`;
+            infinity if it did not.
         reports_local: True if gradients that are in no step are reported, unless the gate is off.
     """
 
-    expects_grads: bool
     is_queued: bool
-    is_aborted: bool
-    is_required: bool
-    asks_driver: bool
+    reached_s: float
     reports_local: bool
 
-    def expect_outputs(self, outputs: list[Tensor], on: bool) -> list[Tensor]:
-        """Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that
-        are leaves. They are not hooked, because the caller has to remove their hooks."""
+    def expect_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Hook outputs of a forward pass. Return those outputs that are leaves. They are not
+        hooked, because the caller has to remove their hooks."""
 
     def allow_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
         """Hook outputs of a forward pass, and report no gradients of passes through them. Return
@@ -71,28 +70,24 @@ class BackwardWatch(Protocol):
     def reach_allowed_output(self, grad: Tensor) -> None:
         """Hook of such an output that is a leaf."""
 
-    def expect_grads(self, on: bool) -> None:
-        """Set `expects_grads`, and watch for gradients if it is True."""
+    def follow(self, awaits_gradients: bool, takes_outputs: bool) -> None:
+        """Follow the handler's `Life`: call `on_first_grad` for gradients, and take outputs without
+        the handler, or not."""
 
-    def watch(self, on: bool) -> None:
-        """Enable or disable `on_first_grad`."""
+    def take_news(self) -> int:
+        """Return what happened without the handler since the last call: a sum of news."""
+
+    def report_local(self, on: bool) -> None:
+        """Set `reports_local`."""
 
     def note_output(self) -> None:
-        """Note that the running backward pass has reached an output. Watch for gradients."""
+        """Note that the running backward pass has reached an output."""
 
-    def note_step(self) -> float:
-        """Expect no gradients after the running pass if it has reached an output. Return the time
-        at which it did, in seconds of `perf_counter`; infinity if it did not."""
-
-    def forget_output(self) -> None:
-        """Forget that an output was reached."""
-
-    def queue_end(self, required: bool) -> bool:
-        """Queue `finish` at the end of the running graph task, unless one is queued already. Return
-        False, without effect, if the last pass was aborted."""
+    def queue_end(self) -> None:
+        """Queue `finish` at the end of the running graph task, unless one is queued already."""
 
     def forget_end(self) -> None:
-        """Forget the queued end, which then does nothing, or that a pass was aborted."""
+        """Forget the queued end, which then does nothing."""
 
     def reach_output(self, grad: Tensor) -> None:
         """Hook of an output that is a leaf."""
@@ -112,9 +107,9 @@ def backward_watch(
         gate: switch for all backward passes.
         lock: the handler's `threading.RLock`.
         on_output: hook that is called where the handler has to decide whether a backward pass takes
-            a step: the pass has explicit inputs, compiled autograd runs it, the last one was
-            aborted, `gate` is off, or another thread has the lock. Otherwise the pass takes one,
-            without a call.
+            a step: the pass has explicit inputs, compiled autograd runs it, `takes_outputs` was
+            given as False, `gate` is off, or another thread has the lock. Otherwise the pass takes
+            one, without a call.
         reports: receiver of reports about gradients that are in no step.
     """
     make = extension.load().BackwardWatch

@@ -9,8 +9,8 @@ A wrapped module goes around, because autograd begins its steps:
     expected -> reached -> open -> complete -> ended | failed | broken -> expected ...
 
 An aborted backward pass leaves an `aborted` step, or an `owed` one that was not opened. Other ranks
-take that step, so this rank completes it with zeros before it communicates again. Collectives follow
-from "await report" and from the report alone, never from what arrived on one rank.
+take that step, so this rank completes it with zeros before it communicates again. Collectives
+follow from "await report" and from the report alone, never from what arrived on one rank.
 """
 
 from __future__ import annotations
