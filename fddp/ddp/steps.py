@@ -680,9 +680,11 @@ class Steps:
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:
                 self._replace_engine()
-                return "reported change"
             except BaseException as error:
                 self._error = error
+            else:
+                self._error = None  # whose traceback refers to the step
+                return "reported change"
         if self.engine.is_closed:
             return "transport failed"
         self._error = changed_graph_error(self._opened.failures) or self._error
