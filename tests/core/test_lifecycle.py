@@ -307,6 +307,15 @@ suspended
   output reached    -> suspended: raise unfinalized
   raised            -> dropping: fail, await report
   reported failure  -> failed: exchange failures, restore, release, raise
+gradients left out of a step
+  output reached    -> reached: queue end
+  left open         -> suspended: save, open, arm, send
+  left out          -> dropping: await report
+  reported regular  -> ended: restore, release
+closed after an aborted pass
+  output reached    -> reached: queue end
+  pass aborted      -> owed
+  closed            -> broken: abandon, release
 out of inputs
   joined            -> joining: take part, await report
   reported regular  -> ended: release
