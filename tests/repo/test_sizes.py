@@ -20,7 +20,10 @@ WIDE = {
     *("make_shm_backend", "ShmBackend.start", "new_executor"),
     "_in_graph",  # of flat constants, which dynamo traces
 }
-LARGE = {"DistributedDataParallel"}  # the names of torch's class, which do nothing themselves
+LARGE = {
+    "DistributedDataParallel",  # the names of torch's class, which do nothing themselves
+    *("Steps", "Engine"),  # each is the one place where steps are executed
+}
 
 
 def is_overload(function: ast.FunctionDef) -> bool:
