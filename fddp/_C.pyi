@@ -116,7 +116,7 @@ class PassHandler(Protocol):
     def on_abort(self) -> None:
         """Note that a backward pass was aborted, whose end had been queued."""
 
-    def finish(self, *, required: bool) -> None:
+    def finish(self) -> None:
         """End the step at the end of a backward pass; calls `forget_end`."""
 
 @type_check_only
@@ -130,6 +130,10 @@ class LocalReports(Protocol):
     def refuse_early_use(self, leaf: int) -> None:
         """Report a user's hook that has changed a parameter or cleared its gradient."""
 
+# News of a `BackwardWatch`; they come in this order.
+OUTPUT_REACHED: Final = 1
+PASS_ABORTED: Final = 2
+
 class BackwardWatch:
     """Observer of the backward passes through a module.
 
@@ -138,9 +142,9 @@ class BackwardWatch:
         gate: switch for all backward passes.
         lock: the driver's `threading.RLock`.
         on_output: hook that is called where the driver has to decide whether a backward pass takes
-            a step: the pass has explicit inputs, compiled autograd runs it, the last one was
-            aborted, `gate` is off, or another thread has the lock. Otherwise the pass takes one,
-            without a call.
+            a step: the pass has explicit inputs, compiled autograd runs it, `takes_outputs` was
+            given as False, `gate` is off, or another thread has the lock. Otherwise the pass takes
+            one, without a call.
         reports: receiver of reports about gradients that are in no step.
     """
 
@@ -152,31 +156,9 @@ class BackwardWatch:
         on_output: Callable[..., None],
         reports: LocalReports,
     ) -> None: ...
-
-    # Decides about every pass that reaches an output.
-    asks_driver: bool
-    # Gradients that are in no step are reported, unless the gate is off.
-    reports_local: bool
-
-    @property
-    def expects_grads(self) -> bool:
-        """True if gradients belong to a step that come without an output being reached."""
-
-    @property
-    def is_queued(self) -> bool:
-        """True within a backward pass whose end was queued."""
-
-    @property
-    def is_aborted(self) -> bool:
-        """True if that pass was aborted."""
-
-    @property
-    def is_required(self) -> bool:
-        """True if that pass takes a step even without a gradient."""
-
-    def expect_outputs(self, outputs: list[Tensor], on: bool) -> list[Tensor]:
-        """Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that
-        are leaves. They are not hooked, because the caller has to remove their hooks."""
+    def expect_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Hook outputs of a forward pass. Return those outputs that are leaves. They are not
+        hooked, because the caller has to remove their hooks."""
 
     def allow_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
         """Hook outputs of a forward pass, and report no gradients of passes through them. Return
@@ -188,28 +170,37 @@ class BackwardWatch:
     def reach_output(self, grad: Tensor) -> None:
         """Hook of an expected output that is a leaf."""
 
-    def expect_grads(self, on: bool) -> None:
-        """Set `expects_grads`, and watch for gradients if it is True."""
+    def follow(self, awaits_gradients: bool, takes_outputs: bool) -> None:
+        """Follow the driver's `Life`: call `on_first_grad` for gradients, and take outputs without
+        the driver, or not."""
 
-    def watch(self, on: bool) -> None:
-        """Enable or disable `on_first_grad`."""
+    def take_news(self) -> int:
+        """Return what happened without the driver since the last call: a sum of news."""
+
+    def report_local(self, on: bool) -> None:
+        """Set `reports_local`."""
+
+    @property
+    def reports_local(self) -> bool:
+        """True if gradients that are in no step are reported, unless the gate is off."""
 
     def note_output(self) -> None:
-        """Note that the running backward pass has reached an output. Watch for gradients."""
+        """Note that the running backward pass has reached an output."""
 
-    def note_step(self) -> float:
-        """Expect no gradients after the running pass if it has reached an output. Return the time
-        at which it did, in seconds of `perf_counter`; infinity if it did not."""
-
-    def forget_output(self) -> None:
-        """Forget that an output was reached."""
-
-    def queue_end(self, required: bool) -> bool:
-        """Queue `finish` at the end of the running graph task, unless one is queued already. Return
-        False, without effect, if the last pass was aborted."""
+    def queue_end(self) -> None:
+        """Queue `finish` at the end of the running graph task, unless one is queued already."""
 
     def forget_end(self) -> None:
-        """Forget the queued end, which then does nothing, or that a pass was aborted."""
+        """Forget the queued end, which then does nothing."""
+
+    @property
+    def is_queued(self) -> bool:
+        """True within a backward pass whose end was queued."""
+
+    @property
+    def reached_s(self) -> float:
+        """Time at which the last pass reached an output, in seconds of `perf_counter`; infinity if
+        it did not."""
 
 def has_explicit_inputs() -> bool:
     """Return True if the running backward pass has explicit inputs (`autograd.grad`)."""

@@ -91,6 +91,32 @@ class Arguments:
         return cls(**{field.name: call[field.name] for field in fields(cls)})
 
 
+@dataclass
+class Settings:
+    """Settings of a wrapper that may change between steps. Copies of the wrapper have them, too."""
+
+    is_on: bool = True  # backward passes synchronise gradients; also read by compiled code
+    is_manual: bool = False  # `finalize` closes steps; see [Note: manual finalization]
+    in_step: bool = False  # the thread is within `in_step`
+
+    @property
+    def syncs(self) -> bool:
+        """True if a forward pass that begins now is followed by a synchronised backward pass."""
+        return self.is_on and torch.is_grad_enabled()
+
+    def synchronise(self, on: bool) -> None:
+        """Set `is_on`."""
+        self.is_on = on
+
+    def finalize_manually(self, required: bool) -> None:
+        """Set `is_manual`."""
+        self.is_manual = required
+
+    def enter_step(self, inside: bool) -> None:
+        """Set `in_step`."""
+        self.in_step = inside
+
+
 @dataclass(frozen=True)
 class Options:
     """Settings of a wrapper, derived from its arguments and its module. They can be pickled.

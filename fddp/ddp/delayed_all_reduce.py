@@ -105,11 +105,11 @@ def end_of_backward(steps: Steps, *, all_delayed: bool) -> Callable[[Callable[[]
     """
 
     def at_end(average: Callable[[], None]) -> None:
-        if not steps.switch.is_on or steps.is_stopped:
+        if not steps.settings.is_on or steps.is_stopped:
             return
         if all_delayed:
             queue_callback(average)
         else:
-            steps.open().runner.work.append(average)
+            steps.open().work.append(average)
 
     return at_end

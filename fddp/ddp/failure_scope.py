@@ -18,41 +18,41 @@ from typing import Any
 
 from fddp.core.entrance import entrance
 from fddp.ddp.forward_passes import ForwardPasses
-from fddp.ddp.steps import Steps, await_abort
+from fddp.ddp.steps import Steps
 
 
 @contextmanager
 @entrance
 def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]:
     """Mark one step of a wrapped module; see `DistributedDataParallel.in_step`."""
-    switch = steps.switch
-    steps.abort_stale_step()  # others wait for its end
-    forward.is_in_round = False
+    settings = steps.settings
+    steps.settle()  # others wait for its end
+    forward.leave_round()
     step, done = 0, forward.rounds
     if steps.is_open:
         step = steps.engine.step
         steps.engine.transport.enter_step(step)
-    switch.in_step = True
+    settings.enter_step(True)
     try:
         yield
     except BaseException as error:
-        await_abort(steps.passes)
+        steps.await_abort()
         if _is_expected(steps, forward, step):
             _report(ddp, steps, forward, error, forward.rounds - done)
         raise
     finally:
-        switch.in_step = False
+        settings.enter_step(False)
         if steps.is_open:
             steps.engine.transport.enter_step(None)
 
 
 def _is_expected(steps: Steps, forward: ForwardPasses, step: int) -> bool:
     """Return True if the other ranks wait for this rank in a step."""
-    if not steps.is_open or steps.is_stopped or not steps.switch.syncs:
+    if not steps.is_open or steps.is_stopped or not steps.settings.syncs:
         return False
     if forward.is_in_round or steps.engine.is_closed or steps.engine.transport.closed_by:
         return False  # the other ranks have an error as well
-    return steps.engine.step == step or steps.is_broken_off
+    return steps.engine.step == step or steps.is_owed
 
 
 def _report(
@@ -62,54 +62,16 @@ def _report(
     rank has run."""
     raised_at = error.__traceback__
     try:
-        _publish(steps, error)  # first, because others may wait in their forward pass
-        if not steps.is_broken_off:
+        steps.publish_failure(error)  # first, because others may wait in their forward pass
+        if not steps.is_owed:
             if done == 0:
                 forward.run_before(ddp)
             if done == 0 or done % 2 == 1:
                 forward.run_after(ddp)
             ddp.require_forward_param_sync = True  # as on the others
-        _fail(steps, error)
+        steps.fail(error)
     except BaseException as raised:
         if raised is not error:
             raise
     finally:
         error.__traceback__ = raised_at  # without the frames of this module
-
-
-def _publish(steps: Steps, error: BaseException) -> None:
-    """Publish an error to ranks that wait in operators of the step which `_fail` will end."""
-    with steps.lock:
-        if not steps.passes.is_queued:
-            step = steps.runner.step
-            number = steps.engine.step if step is None else step.number
-            steps.engine.publish_step_failure(number, error)
-
-
-def _fail(steps: Steps, error: BaseException) -> None:
-    """End the other ranks' step with an error of this rank.
-
-    Does nothing within a backward pass that still runs.
-
-    Raises:
-        As `Engine.finish`: `error` if the other ranks received it.
-    """
-    with steps.lock:
-        if not steps.passes.is_queued:
-            steps.passes.forget_end()
-            steps.runner.fail(error)
-            drop_step(steps)
-
-
-def drop_step(steps: Steps) -> None:
-    """Finish the collectives of a step, and restore the gradients from before it.
-
-    Raises:
-        As `Engine.finish`.
-    """
-    try:
-        steps.runner.close_step()
-    finally:
-        steps.runner.restore_grads()
-        steps.passes.expect_grads(False)
-        steps.drop()

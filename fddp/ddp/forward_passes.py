@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -50,7 +49,7 @@ class ForwardPasses:
             return False
         change = self._watch.change()
         if change == "swapped":
-            if steps.switch.syncs and self._watch.are_others_tracked:
+            if steps.settings.syncs and self._watch.are_others_tracked:
                 warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
             return False
         if peek_interpreter_stack() is not None:
@@ -60,25 +59,28 @@ class ForwardPasses:
         self._prepare(ddp, change == "changed")
         return True
 
+    def resume(self, is_synced: bool) -> None:
+        """Set `is_synced` of the running forward pass."""
+        self.is_synced = is_synced
+
     def _prepare(self, ddp: Any, changed: bool) -> None:
         steps, logger, is_grad_enabled = self._steps.open(), ddp.logger, torch.is_grad_enabled()
-        logger.forward_start_s = time.perf_counter()
-        syncs = is_grad_enabled and steps.switch.is_on
-        runner = steps.runner
-        steps.abort_stale_step()
+        logger.begin_forward()
+        syncs = is_grad_enabled and steps.settings.is_on
+        steps.settle()
         if not ddp._lazy_init_ran:
             ddp._lazy_init()
         if syncs:
-            logger.iterations += 1
+            logger.count_forward()
         if is_grad_enabled:
             ddp._raise_pending()
         if syncs:
-            runner.usage.begin_forward()
-        runner.usage.joining = ddp._join_config.enable
-        if changed or not runner.parameters.are_hooked():
-            steps.change()
-            logger.renumber(runner.usage.names)
-        runner.parameters.hooks.await_gradients([])
+            steps.usage.begin_forward()
+        steps.usage.note_joining(ddp._join_config.enable)
+        if changed or not steps.parameters.are_hooked():
+            steps.change_parameters()
+            logger.renumber(steps.usage.names)
+        steps.parameters.hooks.await_gradients([])
         if is_grad_enabled:
             steps.begin_forward()
         self.run_before(ddp)
@@ -88,7 +90,7 @@ class ForwardPasses:
         if not self.is_synced:
             return
         self.run_after(ddp)
-        syncs = self._steps.switch.syncs
+        syncs = self._steps.settings.syncs
         if ddp.require_forward_param_sync is not syncs:  # assignment takes microseconds
             ddp.require_forward_param_sync = syncs
         is_pass = syncs or self._steps.options.arguments.virtual_ranks is not None
@@ -96,23 +98,26 @@ class ForwardPasses:
             tensors = find_tensors(output)
             if not tensors and torch.is_grad_enabled():
                 warn_if_hidden(output)
-            self._steps.outputs.expect(tensors, not self._steps.is_stopped)
+            self._steps.expect(tensors)
         elif self._steps.passes.reports_local and torch.is_grad_enabled():
-            self._steps.outputs.allow(find_tensors(output))
+            self._steps.allow(find_tensors(output))
 
     # Collectives
+
+    def leave_round(self) -> None:
+        """Forget a round that was left by an exception."""
+        self.is_in_round = False
 
     def run_before(self, ddp: Any) -> None:
         """Run the round before a forward pass. A collective call."""
         is_joining = ddp._join_config.enable
         self.is_in_round = True
-        self._steps.runner.has_failed = False
         if is_joining:
             self._joiner.notify(ddp)
         if self._watch.has_buffers and ddp._check_sync_bufs_pre_fwd():
             self._sync_buffers(ddp)
         if is_joining:
-            self._joiner.some_sync(ddp._join_config, mine=self._steps.switch.syncs)
+            self._joiner.some_sync(ddp._join_config, mine=self._steps.settings.syncs)
         self.rounds += 1
         self.is_in_round = False
 
@@ -129,7 +134,6 @@ class ForwardPasses:
 
         Return True if the backward pass of any rank will synchronise gradients.
         """
-        self._steps.runner.has_failed = False
         if ddp._check_sync_bufs_pre_fwd():
             self._sync_buffers(ddp, has_input=False)
         syncs = self._joiner.some_sync(ddp._join_config, mine=False)
@@ -154,7 +158,7 @@ class ForwardPasses:
             with transport.step_scope(None):
                 state, buffers = hook.buffer_comm_hook_state, ddp.named_module_buffers
                 futures = hook.buffer_comm_hook(state, buffers)
-            self._steps.runner.work.extend(future.wait for future in futures or ())
+            self._steps.work.extend(future.wait for future in futures or ())
 
 
 def _needs_no_communicator(ddp: Any) -> bool:

@@ -98,7 +98,7 @@ class ModuleJoin(Join):
         self._rank = self._joiner.steps.engine.transport.rank
 
     def _get_num_nonjoined_procs(self) -> int:
-        self._joiner.steps.abort_stale_step()  # others wait for its end before their next count
+        self._joiner.steps.settle()  # others wait for its end before their next count
         return self._joiner.count(mine=False)
 
     def _notify_procs_to_terminate(self) -> None:
@@ -108,7 +108,7 @@ class ModuleJoin(Join):
 
 def last_joiner(steps: Steps, *, is_last: bool) -> int:
     """Return a rank that joined last. A collective call."""
-    steps.abort_stale_step()
+    steps.settle()
     src = last_rank(steps.engine.transport, mine=is_last)
     if src is None:
         raise InternalError("no rank was the last to join")

@@ -22,7 +22,6 @@ from contextlib import suppress
 
 from torch.distributed.algorithms.join import Join, Joinable
 
-from fddp.ddp.module_step import check_finalized
 from fddp.ddp.steps import Steps
 from fddp.ddp.torch_private import JoinConfig
 from fddp.errors import FddpError, NonFiniteError, PeerError, RankLostError
@@ -57,7 +56,7 @@ class Joiner:
         if not isinstance(config, CountedHere):
             work = Join.notify_join_context(ddp)
             if work is not None:
-                self.steps.runner.work.append(work.wait)
+                self.steps.work.append(work.wait)
             return
         self.count(mine=True)
         throws = config.throw_on_early_termination
@@ -75,7 +74,7 @@ class Joiner:
         Raises:
             FddpError: a rank has left; see [Note: steps that fail within join].
         """
-        syncs = mine and self.steps.switch.syncs
+        syncs = mine and self.steps.settings.syncs
         votes = self._votes(_HAS_INPUT * mine + _SYNCS * syncs)
         kept, self._failure = self._failure, None
         left = tuple(rank for rank, vote in enumerate(votes) if vote & _LEAVES)
@@ -86,13 +85,13 @@ class Joiner:
 
     def leave(self) -> None:
         """Report in the next count that this rank leaves, if the last step failed."""
-        if self.steps.is_open and self.steps.runner.has_failed:
+        if self.steps.is_open and self.steps.life.name == "failed":
             with suppress(FddpError):  # callers see the error that the block was left with
                 self._votes(_LEAVES)
 
     def _votes(self, own: int) -> list[int]:
         self.steps.engine.check_usable()
-        self.steps.runner.has_failed = False
+        self.steps.note("voted")
         received = self.steps.engine.transport.exchange(bytes([own]), "inputs in join()")
         return [int.from_bytes(vote[:1], "big") for vote in received]
 
@@ -111,10 +110,8 @@ class Joiner:
         Raises:
             PeerError, NonFiniteError: the step failed, and the caller's `Join` counts.
         """
-        check_finalized(self.steps.runner.current)
-        self.steps.abort_stale_step()
         try:
-            self.steps.runner.take_part(weight)
+            self.steps.take_part(weight)
         except (PeerError, NonFiniteError) as error:
             if not isinstance(ddp._join_config, CountedHere):
                 raise

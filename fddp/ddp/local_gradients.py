@@ -56,6 +56,10 @@ class LocalGradientReports:
         """Take the names of the synchronised parameters, in the order of leaves, and this rank."""
         self._names, self._rank = names, rank
 
+    def stop(self) -> None:
+        """Report nothing from now on."""
+        self.is_on = False
+
     def report(self, leaves: Sequence[int]) -> bool:
         """Report a backward pass that left gradients of this rank to these leaves. Return False if
         further passes are not to be reported.

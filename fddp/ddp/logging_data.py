@@ -125,6 +125,22 @@ class Recorder:
         """Refer to parameters by their numbers in this order from now on."""
         self._numbers = {name: number for number, name in enumerate(names)}
 
+    def begin_forward(self) -> None:
+        """Note the start of a forward pass."""
+        self.forward_start_s = time.perf_counter()
+
+    def count_forward(self) -> None:
+        """Count a forward pass that takes part in synchronisation."""
+        self.iterations += 1
+
+    def keep_all(self) -> None:
+        """Measure all steps from now on."""
+        self.keeps_all = True
+
+    def sample(self, rate: int) -> None:
+        """Set `sample_rate`."""
+        self.sample_rate = rate
+
     def wants(self, step: int) -> bool:
         """Return True if a step is measured. Steps count from 0."""
         return self.keeps_all or is_sampled(step, self.sample_rate)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fddp.ddp.request import ModuleRequest
 from fddp.native import extension
 from fddp.native.torch_private import will_engine_execute_node
+from fddp.runtime.contributions import TreeContributions
+from fddp.runtime.step import Step
 from fddp.tree.pytree import flatten
 
 if TYPE_CHECKING:
@@ -62,6 +65,54 @@ class HookedParameters:
         With `gradient_as_bucket_view`, they replace gradients that were there before.
         """
         self.hooks.assign(results, replace=self._replaces)
+
+    def restore(self, step: Step | None, *, leave: bool) -> None:
+        """Restore the gradients from before a failed step. Further calls have no effect.
+
+        Gradients that were being reduced in place are lost. They become None.
+
+        Args:
+            step: the step, if it was opened.
+            leave: True to leave all gradients as they are, and forget those from before.
+        """
+        self.hooks.forget() if leave else self.hooks.restore()
+        self.hooks.disarm()
+        contributions = None if step is None else step.contributions.backward
+        if step is None or contributions is None:
+            return
+        for bucket in () if leave else contributions.in_place:
+            for number in step.program.member_numbers[bucket]:
+                self.leaves[step.program.differentiated[number]].grad = None
+        contributions.in_place.clear()
+
+    def begin_in_context(
+        self, step: Step, context: int
+    ) -> Callable[[Sequence[Tensor | None]], None]:
+        """Begin a step over the gradients in a context of distributed autograd, after backward.
+        Return the writer of results.
+
+        It writes results over this rank's gradients in the context, and adds those that this rank
+        does not have. An undefined gradient stands for zeros.
+        """
+        from torch.distributed.autograd import get_gradients
+
+        params, used = self.leaves, self.hooks.used()
+        grads = get_gradients(context)
+        own = [grads.get(param) for param in params]
+        rows = zip(own, used, params, strict=True)
+        filled = [torch.zeros_like(p) if flag and grad is None else grad for grad, flag, p in rows]
+        step.begin(TreeContributions(step.program, filled, 1.0), params)
+
+        def write(results: Sequence[Tensor | None]) -> None:
+            new = []
+            for param, grad, result in zip(params, own, results, strict=True):
+                if result is not None and grad is None:
+                    new.append((param, result))
+                elif result is not None and grad is not None:
+                    grad.copy_(result)
+            extension.compiled.add_to_context(context, new)
+
+        return write
 
     def are_hooked(self) -> bool:
         """Return False if a parameter has become another tensor, dtype, shape or device."""

@@ -6,7 +6,6 @@ There is no reducer behind it. Each method calls the wrapper.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -49,18 +48,18 @@ class Reducer:
 
     def prepare_for_forward(self) -> None:
         """Note the start of a forward pass, for the log."""
-        self._wrapper.logger.forward_start_s = time.perf_counter()
+        self._wrapper.logger.begin_forward()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Synchronise the next backward, even if forward was not going to.
 
         The outputs are ignored, because unused parameters are found without them.
         """
-        self._wrapper.steps.outputs.expect([], True)
+        self._wrapper.steps.expect([])
 
     def _get_local_used_map(self) -> Tensor:
         """Return the number of ranks that last used each parameter, in registration order."""
-        usage = self._wrapper.steps.runner.usage
+        usage = self._wrapper.steps.usage
         ranks = usage.last.ranks if usage.last else {}
         counts = [ranks.get(name, 0) for name in usage.names]
         return torch.tensor(counts, dtype=torch.int32, device=self._wrapper.device)
@@ -69,7 +68,7 @@ class Reducer:
         """Return the nanoseconds from the start of backward to the gradient of each parameter, in
         registration order, of the last measured step; 0 without a gradient."""
         ddp = self._wrapper
-        names, info = ddp.steps.runner.usage.names, ddp.logger.info
+        names, info = ddp.steps.usage.names, ddp.logger.info
         if info is None:
             return [0] * len(names)
         paths = ddp.steps.engine.program.plan.paths
@@ -85,10 +84,10 @@ class Reducer:
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """Wait for futures at the end of backward."""
-        self._wrapper.steps.runner.work.extend(future.wait for future in futures)
+        self._wrapper.steps.work.extend(future.wait for future in futures)
 
     def _ddp_graph_static(self) -> bool:
-        is_static: bool = self._wrapper.steps.runner.usage.is_static
+        is_static: bool = self._wrapper.steps.usage.is_static
         return is_static
 
     def _check_reducer_finalized(self) -> None:

@@ -1,4 +1,7 @@
-"""Steps of a wrapped module: where one begins and where it ends.
+"""Steps of a wrapped module.
+
+`fddp.core.protocol.lifecycle` states when a step begins and ends. The class here passes on events
+of forward and backward passes and of callers, and executes the actions that follow.
 
 [Note: the end of backward]
 A callback queued in the autograd engine runs at the end of the graph task that queued it.
@@ -25,37 +28,59 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from fddp.core.entrance import entrance
-from fddp.ddp.arguments import Options
-from fddp.ddp.debug_logs import log_initialised
-from fddp.ddp.hooked_outputs import HookedOutputs
+from fddp.core.protocol.calls import Method
+from fddp.core.protocol.lifecycle import (
+    BETWEEN,
+    OWING,
+    RUNNING,
+    SUSPENDED,
+    Action,
+    Event,
+    Life,
+    advance,
+)
+from fddp.ddp.arguments import Options, Settings
+from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
+from fddp.ddp.debug_logs import log_initialised, log_rebuilt
+from fddp.ddp.finalization import (
+    LEFT_OUT,
+    NOTHING,
+    UNFINALIZED,
+    check_complete,
+    needs_end_of_backward,
+)
 from fddp.ddp.local_gradients import LocalGradientReports
 from fddp.ddp.logging_data import Recorder
+from fddp.ddp.micro_batches import IN_CONTEXT, MicroBatches
 from fddp.ddp.mixed_precision import wire_dtype
-from fddp.ddp.module_step import ModuleStep, check_finalized
 from fddp.ddp.parameter_watch import ParameterWatch
-from fddp.ddp.request import current_request
-from fddp.ddp.step_runner import StepRunner
-from fddp.ddp.switch import Switch
+from fddp.ddp.parameters import HookedParameters
+from fddp.ddp.request import ModuleRequest, current_request
+from fddp.ddp.unused_parameters import ParameterUse, Usage, changed_graph_error
 from fddp.ddp.weak_callback import weak_callback
-from fddp.errors import InternalError, TransformError
+from fddp.errors import DesyncError, InternalError, TransformError
+from fddp.hooks import Hook
 from fddp.hooks import cast as cast_hook
 from fddp.native import extension
 from fddp.native.torch_private import current_graph_task_id
+from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
+from fddp.runtime.step import Outcome, Step
+from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
 from fddp.transport.torch_private import is_foreign
-
-if TYPE_CHECKING:
-    from fddp._C import BackwardWatch
 
 _ABORT_S = 0.05
 _COMPILED = (
@@ -72,10 +97,16 @@ _ABORTED = (
     "backward was aborted on this rank, where its error was raised; use `with ddp.in_step():` to "
     "report that error to all ranks"
 )
+_CLOSED = "the wrapped module was closed"
+_SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
 
 
 class Steps:
-    """Begins a step at the first gradient of a backward pass, and ends it with the pass.
+    """Steps of a wrapped module: passes on events, and executes the actions that follow.
 
     Does not refer to the wrapper, which is freed as soon as nobody uses it.
 
@@ -84,20 +115,15 @@ class Steps:
         options: settings of the wrapper.
         group: group to average over.
         watch: current parameters.
-        switch: settings that may change.
+        settings: settings that may change.
         recorder: logger of the steps.
-
-    Attributes:
-        is_open: True after `open`.
-        is_stopped: True if gradients are left alone.
-        runner: runs the steps; set by `open`.
-        passes: observes backward passes; calls `on_first_grad`, `on_abort` and `finish`.
-        outputs: outputs of the last forward pass.
-        lock: held while a step begins or ends.
-        switch: as above.
     """
 
-    runner: StepRunner
+    # Set by `open`.
+    engine: Engine  # owns the plan; changed parameters bring a new one
+    usage: Usage  # the parameters that steps used
+    parameters: HookedParameters
+    _request: ModuleRequest  # of the next engine
 
     def __init__(
         self,
@@ -105,29 +131,46 @@ class Steps:
         options: Options,
         group: dist.ProcessGroup | LoopbackGroup,
         watch: ParameterWatch,
-        switch: Switch,
+        settings: Settings,
         recorder: Recorder,
     ) -> None:
-        self.is_open = self.is_stopped = False
         self.options = options
-        self.switch = switch
-        self.lock = threading.RLock()
+        self.settings = settings
+        self.recorder = recorder
+        self.is_open = False  # `open` was called
+        self.is_stopped = False  # gradients are left alone
+        self.has_changed = False  # the parameters are no longer those of the plan
+        self.skipped = False  # all ranks left out the last step because of a non-finite number
+        # Further waits for the end of a step, which other parts of the wrapper append.
+        self.work: list[Callable[[], object]] = []
+        # Earlier backward passes of the current step.
+        virtual = options.arguments.virtual_ranks
+        self.micro_batches = None if virtual is None else MicroBatches()
+        self.lock = threading.RLock()  # held while an event is noted
+        self.trace: list[Event] | None = None  # all events, where a test sets a list
         self._module_name = type(module).__name__
         self._group = group
         self._watch = watch
-        self._recorder = recorder
         self._reports = LocalGradientReports(options.arguments.local_gradients)
         self.passes = extension.compiled.BackwardWatch(
-            self, switch, self.lock, weak_callback(self.on_output_grad), self._reports
+            self, settings, self.lock, weak_callback(self.on_output_grad), self._reports
         )
-        self.outputs = HookedOutputs(self.passes)
-        self.passes.asks_driver = self._asks_always = options.arguments.virtual_ranks is not None
-        self.passes.reports_local = self._reports.is_on
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, which owns the plan. Changed parameters bring a new one."""
-        return self.runner.engine
+        self.passes.report_local(self._reports.is_on)
+        self._output_hooks: list[RemovableHandle] = []  # of outputs that are leaves
+        self._life = Life()
+        self._followed: tuple[bool, bool] | None = None  # by `passes`; None if not known
+        # State of the step, until "release".
+        self.step: Step | None = None  # the engine's; None before "open"
+        self._context: int | None = None  # of distributed autograd; None for `.grad`
+        self._weight = 1.0  # of a rank that is out of inputs
+        self._error: BaseException | None = None  # to report by "fail", or to raise by "raise"
+        self._begun_s = 0.0  # time of the first gradient, on the clock of `perf_counter`
+        self._ended_s: float | None = None  # when backward ended, if `finalize` closes the step
+        self._arrived: int | None = None  # number of gradients when the last bucket was sent early
+        self._assign: Callable[[list[Tensor | None]], None] | None = None  # writes results
+        self._here: frozenset[str] = frozenset()  # names of the parameters used on this rank
+        self._outcome: Outcome | None = None
+        self._follow()
 
     def open(self) -> Steps:
         """Open the communicator, unless it is open. Return `self`. The first is a collective call.
@@ -137,43 +180,174 @@ class Steps:
         """
         if not self.is_open:
             try:
-                request = current_request(self._watch, self.options, self._group)
-                self.runner = StepRunner(request, self.passes, self._recorder, self.switch)
-                _start_log(self, self._recorder, self._module_name, self._group)
-                _reduce_narrowly(self.engine, self._recorder, self.options)
+                self._request = current_request(self._watch, self.options, self._group)
+                self._make_engine()
+                self.usage = Usage(
+                    self._request.params,
+                    self.engine.transport.rank,
+                    self.engine.transport.world_size,
+                    find_unused=self.options.arguments.find_unused_parameters,
+                    static=self.options.arguments.static_graph,
+                )
+                self._hook_parameters()
+                self._start_log()
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
             self.is_open = True
-            self._reports.follow(self.runner.parameters.names, self.engine.transport.rank)
-            if self.switch.in_step:
+            if self.settings.in_step:
                 self.engine.transport.enter_step(self.engine.step)
         return self
 
-    # Forward
+    # Events
+
+    @property
+    def life(self) -> Life:
+        """Life of the current step."""
+        with self.lock:
+            self._take_news()
+            return self._life
+
+    def note(self, event: Event) -> None:
+        """Note an event, and execute the actions that follow from it.
+
+        Raises:
+            InternalError: the event cannot come now.
+            Exception: by the action "raise" and its like.
+        """
+        with self.lock:
+            try:
+                self._take_news()
+                self._execute_after(event)
+            finally:
+                self._follow()
+
+    def _take_news(self) -> None:
+        """Note what `passes` has done without a call."""
+        news = self.passes.take_news()
+        if news & extension.compiled.OUTPUT_REACHED:
+            self._advance("output reached")  # the end is queued
+            self._followed = (True, True)
+        if news & extension.compiled.PASS_ABORTED:
+            is_on_cpu = all(leaf.is_cpu for leaf in self.parameters.leaves)
+            is_late = not (is_on_cpu or self.settings.in_step)
+            self._execute_after("pass aborted late" if is_late else "pass aborted")
+            self._followed = None
+
+    def _follow(self) -> None:
+        """Let `passes` follow the life."""
+        awaits_gradients, takes_outputs = follow = _followed(self._life)
+        if follow != self._followed:
+            self._followed = follow
+            takes = takes_outputs and not (self.is_stopped or self.micro_batches is not None)
+            self.passes.follow(awaits_gradients and not self.is_stopped, takes)
+
+    def _advance(self, event: Event) -> tuple[Action, ...]:
+        if self.trace is not None:
+            self.trace.append(event)
+        self._life, actions = advance(self._life, event)
+        return actions
+
+    def _execute_after(self, event: Event | None) -> None:
+        while event is not None:
+            actions, event = self._advance(event), None
+            for action in actions:
+                event = self._execute(action)
+                if event is not None:  # in place of the further actions
+                    break
+
+    def _execute(self, action: Action) -> Event | None:
+        """Execute an action. Return the event that it leads to, if any."""
+        match action:
+            case "queue end":
+                if self.micro_batches is not None:
+                    self.micro_batches.check_cleared(self.parameters.leaves)
+                self.passes.queue_end()
+            case "forget end":
+                self.passes.forget_end()
+            case "save":
+                defers = not self.settings.is_manual and self._context is None
+                self.parameters.hooks.begin(defer=defers)
+            case "open" | "open in context" | "open empty" | "take part":
+                return self._open_step(action)
+            case "arm":
+                self._arm()
+            case "fail":
+                self._opened.fail(self._error or RuntimeError(_ABORTED))
+                self._error = None
+            case "send":
+                self._fail_on_misuse(self.parameters.used_names())
+                send(self._opened)
+                self._arrived = self._opened.contributions.arrived()
+            case "await report":
+                return self._await_report()
+            case "write":
+                return self._write()
+            case "restore" | "forget":
+                self.parameters.restore(self.step, leave=action == "forget")
+            case "exchange failures":
+                pass  # by `Engine.finish`
+            case "abandon":
+                self.engine.close(_CLOSED)  # no effect where the engine itself has given up
+            case "release":
+                self._release()
+            case "raise":
+                error, self._error = self._error, None
+                try:
+                    raise error or InternalError("a step failed without an error")
+                finally:
+                    del error  # whose traceback refers to this frame
+            case "raise unfinalized":
+                raise RuntimeError(UNFINALIZED)
+            case "raise nothing to finalize":
+                raise RuntimeError(NOTHING)
+        return None
+
+    # Forward passes
 
     def begin_forward(self) -> None:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
-        runner = self.runner
-        if runner.work and current_graph_task_id() < 0:
-            runner.wait_for_work()
-        if not runner.is_begun:
-            runner.release_memory()
-        self.outputs.clear()
-        if not self.passes.is_queued:  # else a checkpoint runs forward again
-            self.passes.expect_grads(False)
+        if self.work and current_graph_task_id() < 0:
+            self.wait_for_work()
+        self.note("forward began")
+        if self.step is None:
+            self._release_memory()
+        for handle in self._output_hooks:
+            handle.remove()
+        self._output_hooks.clear()
 
-    def change(self) -> None:
+    def change_parameters(self) -> None:
         """Follow a change of the parameters; see [Note: changed parameters]."""
-        request = current_request(self._watch, self.options, self._group)
-        check_finalized(self.runner.current)
-        self.passes.watch(False)
-        self.runner.change_parameters(request)
-        self._reports.follow(self.runner.parameters.names, self.engine.transport.rank)
+        self.note("forward began")
+        self._request = current_request(self._watch, self.options, self._group)
+        self.usage.follow(self._request.params)
+        self.has_changed = True
+        del self.parameters  # the next set removes its hooks from parameters that stay
+        self._hook_parameters()
 
-    # Backward
+    def expect(self, outputs: list[Tensor]) -> None:
+        """Take a step in backward passes through these outputs of a forward pass.
+
+        Until one of them has ended, any gradient of a parameter belongs to a step.
+        """
+        self._hook(self.passes.expect_outputs(outputs), self.passes.reach_output)
+        if not self.is_stopped:
+            self.note("outputs made")
+
+    def allow(self, outputs: list[Tensor]) -> None:
+        """Report no gradients of backward passes through these outputs, of a forward pass within
+        `no_sync`; see [Note: local gradients]."""
+        self._hook(self.passes.allow_outputs(outputs), self.passes.reach_allowed_output)
+
+    def _hook(self, leaves: list[Tensor], hook: Callable[[Tensor], None]) -> None:
+        for leaf in leaves:
+            # A leaf may be an output of the next forward pass, too.
+            handle: RemovableHandle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._output_hooks.append(handle)
+
+    # Backward passes, as `passes` observes them
 
     def on_output_grad(self) -> None:
-        """Decide whether a backward pass that has reached an output takes a step.
+        """Take a backward pass that has reached an output, or leave it alone.
 
         `passes` takes it without this call if it is sure to; see `BackwardWatch`.
 
@@ -182,15 +356,17 @@ class Steps:
             RuntimeError: a step waits for `finalize`.
         """
         with self.lock:
-            if self._takes_pass() and not self.is_stopped:
-                check_finalized(self.runner.current)
-                if extension.compiled.is_compiled_backward():
-                    raise TransformError(_COMPILED)
-                has_inputs = extension.compiled.has_explicit_inputs()
-                if has_inputs and self.runner.parameters.are_captured():
-                    raise TransformError(_CAPTURED)
-                self._queue_end(required=not has_inputs)
-                self.passes.note_output()
+            if not self._takes_pass() or self.is_stopped:
+                return
+            self.check_finalized()
+            if extension.compiled.is_compiled_backward():
+                raise TransformError(_COMPILED)
+            has_inputs = extension.compiled.has_explicit_inputs()
+            if has_inputs and self.parameters.are_captured():
+                raise TransformError(_CAPTURED)
+            self.settle()
+            self.note("inputs reached" if has_inputs else "output reached")
+            self.passes.note_output()
 
     def on_first_grad(self, context: int | None) -> None:
         """Open a step, before the first gradient of a backward pass is accumulated.
@@ -199,32 +375,17 @@ class Steps:
             context: the context of distributed autograd that receives the gradients, if any.
         """
         with self.lock:
-            if not self._takes_pass():
-                return
-            self._queue_end(required=True)
-            if self.runner.step is None:
-                if context is None:
-                    self.runner.open()
-                else:
-                    self.runner.current = ModuleStep(context)
-                    self.runner.parameters.hooks.begin(defer=False)
+            if self._takes_pass():
+                self.settle()
+                self._context = context
+                self.note("grad arrived" if context is None else "context grad arrived")
 
     def _takes_pass(self) -> bool:
         """Return True if backward passes take a step. Otherwise, note one of a virtual rank."""
-        micro_batches, is_on = self.runner.micro_batches, self.switch.is_on
-        if micro_batches is not None:
-            leaves = self.runner.parameters.leaves
-            if not (is_on or self.is_stopped):
-                micro_batches.begin_pass(self.engine, leaves)
-            elif is_on and not self.passes.is_queued and not self.runner.is_begun:
-                micro_batches.check_cleared(leaves)
+        is_on = self.settings.is_on
+        if self.micro_batches is not None and not (is_on or self.is_stopped):
+            self.micro_batches.begin_pass(self.engine, self.parameters.leaves)
         return is_on
-
-    def _queue_end(self, *, required: bool) -> None:
-        """Queue the end of the step; see `finish`."""
-        if not self.passes.queue_end(required):
-            self.abort_stale_step()
-            self.passes.queue_end(required)
 
     def on_abort(self) -> None:
         """Restore the gradients when a backward pass is aborted.
@@ -235,172 +396,402 @@ class Steps:
         in `in_step`.
         """
         with self.lock:
-            if not self.passes.is_queued:
-                if self.runner.current is not None and not self.runner.is_begun:
-                    self.runner.current = None
-                self.passes.forget_output()
-                is_on_cpu = all(leaf.is_cpu for leaf in self.runner.parameters.leaves)
-                self.runner.restore_grads(leave=not (is_on_cpu or self.switch.in_step))
+            try:
+                self._take_news()
+            finally:
+                self._follow()
 
     @entrance
-    def finish(self, *, required: bool) -> None:
+    def finish(self) -> None:
         """End the step at the end of backward, or leave that to `finalize`.
-
-        Args:
-            required: True if a step is taken even if no gradient came.
 
         Raises:
             As `Engine.finish`. The gradients are then those from before, or this rank's own.
         """
         with self.lock:
-            if not (self.switch.is_manual and self._suspend(required=required)):
-                self.end(required=required)
+            if self.settings.is_manual:
+                self._ended_s = time.perf_counter()
+                self._note_on_streams("left unsent" if self.settings.in_step else "left open")
+            else:
+                self._close("backward ended")
         # Hooks of users may call the wrapper, also from other threads.
         try:
-            self.runner.parameters.hooks.run_hooks()
+            self.parameters.hooks.run_hooks()
         finally:
-            self.runner.wait_for_work()  # to which they may have added
+            self.wait_for_work()  # to which they may have added
 
-    def end(self, *, required: bool) -> None:
-        """Close the step, and make its results the gradients; as `finish`."""
-        runner = self.runner
+    def _close(self, event: Event) -> None:
+        """Note an event that closes the step. Log its error."""
         # The lock is entered again if nobody profiles, which has no effect.
         profiled = extension.compiled.is_profiled()
         with torch.profiler.record_function("fddp.finish") if profiled else self.lock:
-            self.passes.forget_end()
             try:
-                if runner.current is not None and runner.current.context is not None:
-                    runner.open_in_context(runner.current, runner.current.context)
-                elif required and not runner.is_begun:
-                    runner.open()
-                if runner.is_begun:
-                    finish = partial(runner.finish, self.passes.note_step())
-                    runner.parameters.hooks.on_home_streams(finish)
+                self._note_on_streams(event)
             except BaseException as error:
-                runner.recorder.set_error_and_log(str(error))
+                self.recorder.set_error_and_log(str(error))
                 raise
-            finally:
-                self.passes.watch(self.passes.expects_grads)
-                self.drop()
 
-    def _suspend(self, *, required: bool) -> bool:
-        """Leave the step open for `finalize`. Return False if there is none."""
-        runner = self.runner
-        if required and runner.current is None:
-            runner.open()
-        if runner.current is None or (runner.step is None and runner.current.context is None):
-            return False
-        self.passes.forget_end()
-        runner.current.ended_s = time.perf_counter()
-        self.passes.asks_driver = True
-        if not self.switch.in_step and runner.step is not None:
-            runner.fail_on_misuse(runner.parameters.used_names())
-            runner.parameters.hooks.on_home_streams(partial(send, runner.step))
-            runner.current.arrived = runner.step.contributions.arrived()
-        return True
+    def _note_on_streams(self, event: Event) -> None:
+        """Note an event on the streams on which the step was armed."""
+        if self.step is None:
+            self.note(event)
+        else:
+            self.parameters.hooks.on_home_streams(partial(self.note, event))
 
-    @property
-    def is_suspended(self) -> bool:
-        """True if a step waits for `finalize`."""
-        current = self.runner.current
-        return current is not None and current.is_suspended
+    # Callers
 
-    # Failures
+    def check_finalized(self) -> None:
+        """Raise a RuntimeError if a step waits for `finalize`."""
+        if self.life.name in SUSPENDED:
+            raise RuntimeError(UNFINALIZED)
 
-    @property
-    def is_broken_off(self) -> bool:
-        """True if a backward pass was aborted before the end of its step, which the other ranks
-        take even if no gradient had come; also if the step waits for `finalize`."""
+    def finalize(self) -> None:
+        """Close a step under manual finalization.
+
+        Raises:
+            RuntimeError: there is no such step, it lacks gradients, or some came too late.
+            Exception: as `finish`.
+        """
         with self.lock:
-            passes = self.passes
-            is_owed = self.is_suspended or (passes.is_aborted and passes.is_required)
-            return (is_owed or self.runner.step is not None) and not passes.is_queued
+            if self.life.name == "open":
+                check_complete(self._opened, self.parameters)
+            if self._arrived is not None and self._opened.contributions.arrived() > self._arrived:
+                self.note("left out")
+                raise RuntimeError(LEFT_OUT)
+            self._close("finalized")
 
-    def abort_stale_step(self) -> None:
+    @property
+    def needs_end_of_backward(self) -> bool:
+        """True if the next step can be closed only after backward."""
+        return self.has_changed or needs_end_of_backward(self.engine)
+
+    @property
+    def is_in_progress(self) -> bool:
+        """True if a backward pass is expected or in progress, or its step is not closed."""
+        life = self.life
+        return life.expects or life.name not in BETWEEN
+
+    @property
+    def is_owed(self) -> bool:
+        """True if the other ranks wait for the end of a step whose backward pass has ended."""
+        name = self.life.name
+        return name in OWING or name in SUSPENDED
+
+    def settle(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
-        await_abort(self.passes)
-        if not self.is_open or (self.runner.step is None and not self.passes.is_aborted):
-            return
-        with self.lock:
-            if self.passes.is_queued or self.is_suspended:
-                return
-            is_broken_off = self.is_broken_off
-            self.passes.forget_end()
-            if not is_broken_off:
-                return
+        self.await_abort()
+        if self.is_open:
             try:
-                self.runner.fail(RuntimeError(_ABORTED))
-                self.runner.close_step()
+                self.note("due")
             except Exception as error:
                 warnings.warn(
                     f"the step of an aborted backward pass was given up on all ranks: {error}",
                     stacklevel=4,
                 )
-                self.runner.restore_grads()
-            finally:
-                self.drop()
 
-    def drop(self) -> None:
-        """Drop the state of a step that has ended."""
-        if self.is_suspended:
-            self.passes.asks_driver = self._asks_always
-        self.runner.drop()
-        self.passes.forget_output()
+    def await_abort(self) -> None:
+        """Wait until the threads of devices have freed a backward pass that raised an error, which
+        they do a moment after it was raised here. Has no effect within a pass."""
+        until_s = time.perf_counter() + _ABORT_S
+        while self.passes.is_queued and current_graph_task_id() < 0:
+            if time.perf_counter() > until_s:
+                return  # another thread runs the pass
+            time.sleep(1e-5)
+
+    def fail(self, error: BaseException) -> None:
+        """End the other ranks' step with an error of this rank, and restore its gradients.
+
+        Does nothing within a backward pass that still runs.
+
+        Raises:
+            As `Engine.finish`: `error` if the other ranks received it.
+        """
+        with self.lock:
+            self._error = error
+            try:
+                self.note("raised")
+            finally:
+                self._error = None
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Publish an error to ranks that wait in operators of the step which `fail` will end."""
+        with self.lock:
+            if self.life.name not in RUNNING:
+                number = self.engine.step if self.step is None else self.step.number
+                self.engine.publish_step_failure(number, error)
+
+    def take_part(self, weight: float) -> None:
+        """Take part in a step to which this rank contributes nothing; gradients stay unchanged.
+
+        Raises:
+            RuntimeError: a step waits for `finalize`.
+            Exception: as `Engine.finish`.
+        """
+        self.settle()
+        with self.lock:
+            self._weight = weight
+            work = self.work[:]
+            self.note("joined")
+            for wait in work:
+                wait()
+
+    def declare_static(self, options: Options) -> None:
+        """Require that all steps use the same parameters. `options` declare that."""
+        self.options = options
+        self.usage.declare_static()
+        self.parameters.hooks.count_undefined(self.usage.reports_unused)
+
+    def wait_for_work(self) -> None:
+        """Wait for `work`, and clear it."""
+        for wait in self.work:
+            wait()
+        self.work.clear()
 
     def stop(self) -> None:
         """Leave all gradients alone from now on."""
         self.is_stopped = True
-        self.passes.watch(False)
-        self.passes.reports_local = self._reports.is_on = False
+        self._reports.stop()
+        self.passes.report_local(False)
         if self.is_open:
-            self.runner.parameters.hooks.await_gradients([])
-            self.runner.parameters.hooks.leave_out_hooks(False)
-        self.passes.asks_driver = self._asks_always = True
+            self.parameters.hooks.await_gradients([])
+            self.parameters.hooks.leave_out_hooks(False)
+        self._followed = None
+        self._follow()
 
     def close(self) -> None:
         """Free the communicator, if it is open."""
         self.stop()
         if self.is_open:
-            self.engine.close("the wrapped module was closed")
+            self.note("closed")
+
+    # Actions. Attributes are read instead of local variables, where frames in an error's traceback
+    # would keep a step alive.
+
+    @property
+    def _opened(self) -> Step:
+        if self.step is None:
+            raise InternalError("a step was to be used that is not open")
+        return self.step
+
+    def _open_step(self, action: Action) -> Event | None:
+        """Open a step. Its error is raised at the end of backward, because backward is running."""
+        self._begun_s = time.perf_counter()
+        engine = self.engine
+        try:
+            self.step = engine.open(
+                Method.NOTHING if action == "open empty" else Method.MODULE,
+                with_stats=action == "open" and self.recorder.wants(engine.step),
+            )
+        except BaseException as error:
+            self._error = error
+            return "open failed"
+        if action == "open":
+            engine.note_backward(runs=True)
+            if self.step.code.hook is not None:
+                # Hooks may call operators, and also run on ranks that have failed.
+                engine.transport.enter_step(None)
+            self._assign = self.parameters.assign
+        elif action == "open in context":
+            self._begin_in_context()
+        elif action == "take part":
+            nothing = Contributions()
+            nothing.weight = self._weight
+            self.step.begin(nothing, self.parameters.leaves, allow_idle_ranks=True)
+        return None
+
+    def _begin_in_context(self) -> None:
+        """Begin the step over the gradients in a context of distributed autograd.
+
+        Results are written over this rank's gradients in the context, and added to it where this
+        rank has none.
+        """
+        try:
+            if self._context is None:
+                raise InternalError("a step was opened in no context of distributed autograd")
+            if self.micro_batches is not None:
+                raise RuntimeError(IN_CONTEXT)
+            if self.engine.terms.nonfinite == "skip":
+                raise ValueError(_SKIP_IN_CONTEXT)
+            self._assign = self.parameters.begin_in_context(self._opened, self._context)
+        except BaseException as error:
+            self._opened.fail(error)
+
+    def _arm(self) -> None:
+        """Pack gradients as they arrive. An error fails the step."""
+        try:
+            if self.has_changed:
+                raise ParametersChangedError
+            self._opened.begin(
+                self._contributions(),
+                self.parameters.leaves,
+                allow_idle_ranks=self.usage.joining,
+            )
+            self._opened.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
+        except BaseException as error:
+            self._error = error
+            self._execute_after("failed")
+
+    def _contributions(self) -> Contributions:
+        step, leaves = self._opened, self.parameters.leaves
+        if self.micro_batches is not None:
+            return self.micro_batches.contributions(self.engine, step, leaves)
+        arguments = self.options.arguments
+        replaces = arguments.gradient_as_bucket_view
+        return BackwardContributions(
+            step.program,
+            weight=1.0,
+            accumulated=None,
+            idle=step.idle,
+            aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
+            packs_early=not arguments.lazy_bucket_allocation,
+        )
+
+    def _fail_on_misuse(self, here: frozenset[str]) -> None:
+        """Fail the step if parameters were used against what was declared."""
+        if self.micro_batches is not None:
+            here |= self.micro_batches.used_names(self.parameters.names)
+        problem = self.usage.problem(here)
+        if problem is not None:
+            self._opened.fail(problem)
+
+    def _await_report(self) -> Event:
+        """Run the step to its end. Return the event of its report."""
+        if self._ended_s is None:
+            self._ended_s = time.perf_counter()
+        self._here = self.parameters.used_names()
+        if self.usage.static and self._life.name == "complete":
+            self._fail_on_misuse(self._here)
+        self.skipped = False
+        self.engine.note_backward(runs=False)
+        self.engine.transport.enter_step(None)
+        try:
+            self._outcome = self.engine.finish(self._opened)
+        except BaseException as error:
+            self._error = error
+        else:
+            self.skipped = self._outcome.skipped
+            self.engine.note_arrivals(self._opened)
+            return "reported repair" if self._outcome.report.late else "reported regular"
+        if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
+            try:
+                self._replace_engine()
+            except BaseException as error:
+                self._error = error
+            else:
+                self._error = None  # whose traceback refers to the step
+                return "reported change"
+        if self.engine.is_closed:
+            return "transport failed"
+        self._error = changed_graph_error(self._opened.failures) or self._error
+        return "reported desync" if isinstance(self._error, DesyncError) else "reported failure"
+
+    def _write(self) -> Event | None:
+        """Make the results of the step the gradients, and record it."""
+        try:
+            self._write_results(self._opened)
+        except BaseException as error:
+            self._error = error
+            return "write failed"
+        return None
+
+    def _write_results(self, step: Step) -> None:
+        outcome, assign, program = self._outcome, self._assign, step.program
+        if outcome is None or assign is None:
+            raise InternalError("results were to be written of no step")
+        report, hooks = outcome.report, self.parameters.hooks
+        if program.control.with_order and not self.engine.program.control.with_order:
+            plan = self.engine.program.plan
+            log_rebuilt(len(plan.buckets), plan.caps_bytes)
+        assign(outcome.leaves)
+        if outcome.skipped:
+            # Gradients accumulated before the step are part of the sum, and go, too.
+            for param in self.parameters.leaves:
+                param.grad = None
+        hooks.reset_used()
+        is_partial = len(self._here) < len(self.parameters.names)
+        if is_partial and 0 in report.users and self.micro_batches is None:
+            hooks.await_gradients([users == 0 for users in report.users])
+        self.wait_for_work()
+        self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
+        if step.record_time:
+            backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
+            idle = step.idle - set(report.late)
+            self.recorder.record(
+                make_info(outcome, backward_s, begun_s=self.recorder.forward_start_s),
+                program.plan,
+                has_rebuilt=not program.control.with_order,
+                reduced=len(program.plan.buckets) - len(idle),
+            )
+
+    def _release(self) -> None:
+        """Drop the state of the step."""
+        self.parameters.hooks.disarm()
+        self.engine.note_backward(runs=False)
+        self.work.clear()
+        self.step = self._context = self._ended_s = self._arrived = self._outcome = None
+        self._assign = None
+        if self.micro_batches is not None:
+            self.micro_batches.reset()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Release the memory of earlier steps if it is lazy, except that of existing gradients
+        that may be reduced in place."""
+        arguments = self.options.arguments
+        if arguments.lazy_bucket_allocation:
+            self.engine.release_memory(keep_views=arguments.gradient_as_bucket_view)
+
+    # The engine
+
+    def _make_engine(self, step: int = 0, hook: Hook[Any] | None = None) -> None:
+        engine = Engine(self._request)
+        engine.label = "this DistributedDataParallel"
+        engine.advice = "make a new one of its module, on a working group"
+        engine.step = step
+        if hook is not None:
+            engine.set_hook(hook)
+        self.engine = engine
+
+    def _replace_engine(self) -> None:
+        """Make a new plan together with all ranks, once the parameters have changed on all."""
+        check_changed_everywhere(self.engine, self._opened.failures)
+        self.engine.close("the parameters changed")
+        self._make_engine(self.engine.step, self.engine.hook)
+        self.has_changed = False
+        self.step = None
+
+    def _hook_parameters(self) -> None:
+        self.parameters = HookedParameters(
+            self._request, self.passes, undefined_counts=self.usage.reports_unused
+        )
+        self._reports.follow(self.parameters.names, self.engine.transport.rank)
+
+    def _start_log(self) -> None:
+        """Log the settings, once the plan is known."""
+        options, engine, group = self.options, self.engine, self._group
+        log_initialised(options.cap_bytes, options.first_cap_bytes)
+        if isinstance(group, LoopbackGroup):
+            backend = "loopback"
+        else:
+            backend = group.name() if is_foreign(group) else dist.get_backend(group)
+        self.recorder.start(
+            options,
+            engine.program.plan,
+            self.usage.names,
+            backend,
+            module_name=self._module_name,
+            rank=engine.transport.rank,
+            world_size=engine.transport.world_size,
+        )
+        # Gradients are reduced in the dtype that mixed precision asks for, if any.
+        mixed = options.arguments.mixed_precision
+        wire = None if mixed is None else wire_dtype(mixed)
+        if wire is not None:
+            engine.set_hook(cast_hook(wire))
+            self.recorder.note(comm_hook=f"{wire} gradients")
 
 
-def await_abort(passes: BackwardWatch) -> None:
-    """Wait until the threads of devices have freed a backward pass that raised an error, which they
-    do a moment after it was raised here. Has no effect within a pass."""
-    until_s = time.perf_counter() + _ABORT_S
-    while passes.is_queued and current_graph_task_id() < 0:
-        if time.perf_counter() > until_s:
-            return  # another thread runs the pass
-        time.sleep(1e-5)
-
-
-def _start_log(
-    steps: Steps, recorder: Recorder, module_name: str, group: dist.ProcessGroup | LoopbackGroup
-) -> None:
-    """Log the settings, once the plan is known."""
-    options, engine = steps.options, steps.engine
-    log_initialised(options.cap_bytes, options.first_cap_bytes)
-    recorder.start(
-        options,
-        engine.program.plan,
-        steps.runner.usage.names,
-        _backend_name(group),
-        module_name=module_name,
-        rank=engine.transport.rank,
-        world_size=engine.transport.world_size,
-    )
-
-
-def _backend_name(group: dist.ProcessGroup | LoopbackGroup) -> str:
-    if isinstance(group, LoopbackGroup):
-        return "loopback"
-    return group.name() if is_foreign(group) else dist.get_backend(group)
-
-
-def _reduce_narrowly(engine: Engine, recorder: Recorder, options: Options) -> None:
-    """Reduce gradients in the dtype that mixed precision asks for, if any."""
-    mixed = options.arguments.mixed_precision
-    wire = None if mixed is None else wire_dtype(mixed)
-    if wire is not None:
-        engine.set_hook(cast_hook(wire))
-        recorder.note(comm_hook=f"{wire} gradients")
+@cache  # lives are few
+def _followed(life: Life) -> tuple[bool, bool]:
+    """What `BackwardWatch.follow` takes."""
+    return life.awaits_gradients, life.takes_outputs

@@ -85,6 +85,18 @@ class Usage:
         self._was_static = True
         self._was_refused = False  # the last step
 
+    def follow(self, params: Mapping[str, Tensor]) -> None:
+        """Follow a change of the parameters."""
+        self.params = params
+
+    def declare_static(self) -> None:
+        """Require that all steps use the same parameters."""
+        self.static = True
+
+    def note_joining(self, joining: bool) -> None:
+        """Note if ranks may be out of inputs."""
+        self.joining = joining
+
     @property
     def names(self) -> Sequence[str]:
         """Names of all parameters, in the order of registration."""
@@ -172,19 +184,19 @@ class Usage:
         return frozenset(name for name, count in counts if 0 < count < self._world_size)
 
 
-def raise_changed_graph(failures: Sequence[str]) -> None:
-    """Raise one error on all ranks if a graph changed that was declared static, and no rank failed
-    for another reason.
+def changed_graph_error(failures: Sequence[str]) -> RuntimeError | None:
+    """Return one error for all ranks if a graph changed that was declared static, and no rank
+    failed for another reason.
 
     Args:
         failures: texts of the errors of a failed step by rank; empty for ranks without an error.
     """
     kind = f"{GraphChangedError.__name__}: "
     texts = [text for text in failures if text]
-    if texts and all(text.startswith(kind) for text in texts):
-        advice = "No rank has gradients of this step; the group is in step and can go on"
-        changes = [text.removeprefix(kind) for text in texts]
-        raise RuntimeError("\n".join([*changes, advice])) from None
+    if not texts or not all(text.startswith(kind) for text in texts):
+        return None
+    advice = "No rank has gradients of this step; the group is in step and can go on"
+    return RuntimeError("\n".join([*(text.removeprefix(kind) for text in texts), advice]))
 
 
 def _unused_error(

@@ -5,9 +5,9 @@ inherits the methods that have nothing to do with gradients. Plans, schedules, h
 word are those of `GradSync`.
 
 This file has the names that callers and torch use, and the order of things in a forward pass. The
-parts do the work: `Steps`, `ForwardCollectives` with `Buffers` and a `Joiner`, `ParameterWatch`,
-`Delayed`, `MixedPrecision` and the `Recorder`. None of them refers to the wrapper, which is freed
-without the garbage collector. The settings are one value, `Options`, beside the `Switch`.
+parts do the work: `Steps`, `ForwardPasses` with a `Joiner`, `ParameterWatch`, `Delayed`,
+`MixedPrecision` and the `Recorder`. None of them refers to the wrapper, which is freed without the
+garbage collector. Its settings are `Options`, and `Settings` that may change between steps.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fddp.ddp.arguments import (
     STATIC_FINDS_UNUSED,
     Arguments,
     Options,
+    Settings,
     check_policy,
     checked,
     group_of,
@@ -52,11 +53,9 @@ from fddp.ddp.local_gradients import LocalGradients, check_local_gradients
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.micro_batches import check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
-from fddp.ddp.module_step import check_finalized
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.reducer_facade import Reducer, refused
 from fddp.ddp.steps import Steps
-from fddp.ddp.switch import Switch
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
@@ -194,7 +193,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             check_virtual(module, delays=delays)
         make_local_(module, device_mesh)
         self._options = checked(module, arguments)
-        self._switch = Switch()
+        self._settings = Settings()
         self._expose(module, self._options)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -241,7 +240,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         self.logger = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
         self._all_delayed = not self._watch.params
-        self._switch.in_step = False
+        self._settings.enter_step(False)
         self._connect()
         self.reducer = Reducer(self)
         reset_after(self)
@@ -253,7 +252,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             self._options,
             self.process_group,
             self._watch,
-            self._switch,
+            self._settings,
             self.logger,
         )
         self._joiner = Joiner(self._steps)
@@ -297,14 +296,14 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         is_synced = passes.is_synced
         output = self._run_ddp_forward(*inputs, **kwargs)
         # Again, because the module may have called this wrapper itself.
-        passes.is_synced = is_synced
+        passes.resume(is_synced)
         return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @untraced(_COMPILE_MODULE)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the module's forward. Return its inputs, on the module's device."""
-        self._forward_passes.is_synced = self._forward_passes.begin(self)
+        self._forward_passes.resume(self._forward_passes.begin(self))
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
@@ -394,7 +393,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             >>> fddp.loopback(2, train)
             [[[1.5, 1.5]], [[1.5, 1.5]]]
         """
-        return self._switch.is_manual
+        return self._settings.is_manual
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
@@ -402,9 +401,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             if required:
                 raise RuntimeError(finalization.ALL_DELAYED)
             return
-        if required != self._switch.is_manual and finalization.is_in_progress(self._steps):
+        if required != self._settings.is_manual and self._steps.is_in_progress:
             raise RuntimeError(finalization.TOO_LATE)
-        self._switch.is_manual = required
+        self._settings.finalize_manually(required)
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -415,14 +414,14 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         True before the plan was rebuilt, with mixed precision, delayed parameters or
         `find_unused_parameters`, and if the last step did not use all parameters.
         """
-        if not self._switch.is_manual:
+        if not self._settings.is_manual:
             return False
         return (
             self._mixed is not None
             or self._delayed is not None
             or self.find_unused_parameters
             or not self._steps.is_open
-            or finalization.needs_end_of_backward(self._steps.runner)
+            or self._steps.needs_end_of_backward
         )
 
     @entrance
@@ -440,14 +439,14 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """
         if self._all_delayed:
             raise RuntimeError(finalization.ALL_DELAYED)
-        if not self._switch.is_manual:
+        if not self._settings.is_manual:
             raise RuntimeError(finalization.NOT_MANUAL)
-        finalization.finalize(self.steps)
+        self.steps.finalize()
 
     def _raise_pending(self) -> None:
         if self._steps.is_open:
-            check_finalized(self._steps.runner.current)
-            pending = self._steps.runner.usage.pending
+            self._steps.check_finalized()
+            pending = self._steps.usage.pending
             if pending:
                 self.logger.set_error_and_log(pending)
                 raise RuntimeError(pending)
@@ -515,9 +514,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in the others' step without gradients. A collective call."""
-        check_finalized(self.steps.runner.current)
-        self.steps.abort_stale_step()
-        self.steps.runner.take_part(1.0)
+        self.steps.take_part(1.0)
 
     def _match_unused_params_allreduce(self) -> None:
         """No-op. Every step exchanges the use of parameters."""
@@ -627,11 +624,11 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
         `no_sync` turns it off. Both the forward and the backward pass must be outside of it.
         """
-        return self._switch.is_on
+        return self._settings.is_on
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
-        self._switch.is_on = on
+        self._settings.synchronise(on)
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -647,8 +644,8 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             )
         self.static_graph = True
         static = replace(self._options.arguments, static_graph=True)
-        self._options = self.steps.options = replace(self._options, arguments=static)
-        self.steps.runner.declare_static()
+        self._options = replace(self._options, arguments=static)
+        self.steps.declare_static(self._options)
         self.logger._set_static_graph()
         if self.find_unused_parameters:
             warnings.warn(STATIC_FINDS_UNUSED, stacklevel=2)
@@ -676,14 +673,14 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     @property
     def skipped(self) -> bool:
         """True if all ranks left out the last step, under `nonfinite="skip"`."""
-        return self._steps.is_open and self._steps.runner.skipped
+        return self._steps.is_open and self._steps.skipped
 
     def keep_sync_info(self) -> None:
         """Measure every step from now on, at the cost of `with_info=True`; see `sync_info`.
 
         A `Monitor` on the wrapped module calls it.
         """
-        self.logger.keeps_all = True
+        self.logger.keep_all()
 
     @property
     def sync_info(self) -> SyncInfo | None:
@@ -720,7 +717,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
-        usage = self.steps.runner.usage  # starts the log, too
+        usage = self.steps.usage  # starts the log, too
         data: dict[str, Any] = dict(self.logger.data)
         if usage.last is not None:
             data["can_set_static_graph"] = int(usage.is_static)
@@ -734,7 +731,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
                 f"DDP runtime logging sample rate should be equal or greater than 1, "
                 f"got {sample_rate}",
             )
-        self.logger.sample_rate = sample_rate
+        self.logger.sample(sample_rate)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -757,7 +754,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's
         # Older states lack them.
         self.__dict__.setdefault("require_forward_param_sync", True)
-        self.__dict__.setdefault("_switch", Switch())
+        self.__dict__.setdefault("_settings", Settings())
         self.process_group = group_of(Arguments())
         self._attach()
 

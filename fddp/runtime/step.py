@@ -203,10 +203,20 @@ class Step:
                 if leaf is not None:
                     self.devices[bucket.device] = leaf.device
 
-    def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
-        """Set this rank's contributions; `leaves` determine the devices of the buckets."""
+    def begin(
+        self,
+        contributions: Contributions,
+        leaves: Sequence[Tensor | None],
+        *,
+        allow_idle_ranks: bool = False,
+    ) -> None:
+        """Set this rank's contributions; `leaves` determine the devices of the buckets.
+
+        Args:
+            allow_idle_ranks: see the attribute.
+        """
         self.begun_s = perf_counter()
-        self.contributions = contributions
+        self.contributions, self.allow_idle_ranks = contributions, allow_idle_ranks
         if self.nonfinite == "raise":
             contributions.retain_sources()
         if not self.code.is_native:

@@ -394,6 +394,16 @@ class Engine:
             self.round.any_next = report.has_next > 0
             self.round.over = report.has_next == 0
 
+    def note_backward(self, *, runs: bool) -> None:
+        """Note that backward of a step begins to run, or has ended."""
+        self.in_backward = runs
+
+    def note_arrivals(self, step: Step) -> None:
+        """Note the numbers of gradients that arrived in a step, for the next one."""
+        contributions = step.contributions.backward
+        if contributions is not None and contributions.leaf_set is not None:
+            self.arrivals = contributions.arrivals()
+
     def finish_in_flight(self) -> None:
         """Wait for a step in flight; its handle raises its errors."""
         if self.in_flight is not None:

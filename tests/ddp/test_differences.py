@@ -134,7 +134,7 @@ def test_hooks_of_dropped_wrappers_do_not_pile_up() -> None:
     def run(group: Any) -> list[int]:
         module = nn.Linear(2, 1)
         model = fddp.DistributedDataParallel(module, process_group=group)
-        hooks = model.steps.runner.parameters.hooks
+        hooks = model.steps.parameters.hooks
         counts = [hooks.hook_count()]
         for _ in range(5):
             other = fddp.DistributedDataParallel(module, process_group=group)

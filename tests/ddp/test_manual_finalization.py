@@ -103,7 +103,7 @@ def test_the_last_bucket_is_sent_when_backward_ends(in_step: bool) -> None:
         def step(number: int) -> None:
             run_backward(ddp, group, number)
             if number:  # once the plan has the order of arrival
-                times_s = ddp.steps.runner.step.executor.launch_s()
+                times_s = ddp.steps.step.executor.launch_s()
                 launched = [not math.isnan(time_s) for time_s in times_s]
                 assert len(launched) > 2
                 assert launched == [True] * (len(launched) - 1) + [not in_step]

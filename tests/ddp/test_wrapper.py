@@ -123,7 +123,7 @@ def test_no_deadlock_of_lock_and_interpreter() -> None:
 
         def ask() -> None:
             while not stop.is_set():
-                ddp.steps.runner.parameters.hooks.arrival_count()
+                ddp.steps.parameters.hooks.arrival_count()
 
         thread = threading.Thread(target=ask)
         thread.start()

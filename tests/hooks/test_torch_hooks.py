@@ -400,8 +400,8 @@ def test_ranks_at_rest_count_as_zeros_where_they_may(group: Any) -> None:
     hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
     with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
         step = sync._engine.open(Method.CALL, with_stats=False)
-        step.allow_idle_ranks = True
-        step.begin(TreeContributions(step.program, [own], 1.0 - group.rank), [own])
+        contributions = TreeContributions(step.program, [own], 1.0 - group.rank)
+        step.begin(contributions, [own], allow_idle_ranks=True)
         (mean,) = sync._engine.finish(step).leaves
         assert mean.tolist() == [[2.0, 3.0], [0.0, 0.0]][group.rank]
 

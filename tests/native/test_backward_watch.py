@@ -12,11 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fddp.core.protocol.lifecycle import Action, Event, Life, advance
 from fddp.native import extension
 from tests.support.backward_calls import call_in_backward
+from tests.support.examples import examples
 
 
 class Reports:
@@ -56,9 +60,8 @@ class Handler:
     def on_abort(self) -> None:
         self.calls.append("abort")
 
-    def finish(self, *, required: bool) -> None:
-        self.calls.append("end" if required else "end of nothing")
-        self.watch.forget_end()
+    def finish(self) -> None:
+        self.calls.append("end")
 
 
 def output_of(param: Tensor, in_backward: Callable[[], None] = lambda: None) -> Tensor:
@@ -82,7 +85,7 @@ def raise_error() -> None:
 
 def test_the_end_comes_last_and_once(handler: Handler, param: Tensor) -> None:
     outputs = [output_of(param, lambda: handler.calls.append("inside")), param * 3]
-    assert handler.watch.expect_outputs(outputs, False) == []
+    assert handler.watch.expect_outputs(outputs) == []
     for _ in range(2):
         sum(outputs, torch.zeros(())).sum().backward(retain_graph=True)
     assert handler.calls == ["inside", "end"] * 2
@@ -92,10 +95,11 @@ def test_the_end_comes_last_and_once(handler: Handler, param: Tensor) -> None:
 def test_the_first_gradient_is_announced_if_it_is_expected(handler: Handler, param: Tensor) -> None:
     watched = extension.compiled.ParamSet([param], handler.watch)
     param.sum().backward()
-    handler.watch.expect_grads(True)
+    handler.watch.follow(True, True)
     param.sum().backward()
     output = output_of(param)
-    handler.watch.expect_outputs([output], False)
+    handler.watch.expect_outputs([output])
+    handler.watch.follow(False, True)
     param.sum().backward()
     assert handler.calls == ["first grad"]
     output.sum().backward()
@@ -106,49 +110,53 @@ def test_the_first_gradient_is_announced_if_it_is_expected(handler: Handler, par
 def test_the_time_of_an_output_is_that_of_the_first(handler: Handler, param: Tensor) -> None:
     output = output_of(param, lambda: time.sleep(0.01))
     inner = output_of(param)
-    handler.watch.expect_outputs([output, inner], True)
-    assert handler.watch.note_step() == math.inf
-    assert handler.watch.expects_grads
+    handler.watch.expect_outputs([output, inner])
+    assert handler.watch.reached_s == math.inf
     begun_s = time.perf_counter()
     (output + inner).sum().backward()
-    reached_s = handler.watch.note_step()
-    assert begun_s <= reached_s <= time.perf_counter() - 0.01
-    assert not handler.watch.expects_grads
-    handler.watch.forget_output()
-    assert handler.watch.note_step() == math.inf
+    assert begun_s <= handler.watch.reached_s <= time.perf_counter() - 0.01
+    between_s = time.perf_counter()
+    output_of(param).sum().backward()
+    assert handler.watch.reached_s < between_s  # until the next pass begins
+    again = output_of(param)
+    handler.watch.expect_outputs([again])
+    again.sum().backward()
+    assert handler.watch.reached_s > between_s
 
 
 def test_nested_passes_end_with_the_outermost(handler: Handler, param: Tensor) -> None:
     def part(x: Tensor) -> Tensor:
         output = x * param
-        handler.watch.expect_outputs([output], True)
+        handler.watch.expect_outputs([output])
         return call_in_backward(output, lambda: handler.calls.append("inside"))
 
     x = torch.ones(2, requires_grad=True)
     output = checkpoint(part, checkpoint(part, x, use_reentrant=True), use_reentrant=True)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     output.sum().backward()
     assert handler.calls == ["inside", "inside", "end"]
 
 
 def test_an_aborted_pass_is_reported(handler: Handler, param: Tensor) -> None:
     output = output_of(param, raise_error)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     with pytest.raises(ValueError, match="no backward here"):
         output.sum().backward()
     assert handler.calls == ["abort"]
     watch = handler.watch
-    assert (watch.is_queued, watch.is_aborted, watch.is_required) == (False, True, True)
-    assert not watch.queue_end(True)
+    assert not watch.is_queued
+    assert watch.take_news() == extension.compiled.OUTPUT_REACHED + extension.compiled.PASS_ABORTED
+    assert watch.take_news() == 0
     output = output_of(param)
-    watch.expect_outputs([output], True)
+    watch.expect_outputs([output])
     output.sum().backward()
-    assert handler.calls == ["abort", "output"]
-    watch.forget_end()
+    assert handler.calls == ["abort", "output"]  # until the handler has decided
+    watch.follow(False, True)
     output = output_of(param)
-    watch.expect_outputs([output], True)
+    watch.expect_outputs([output])
     output.sum().backward()
     assert handler.calls == ["abort", "output", "end"]
+    assert watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 class Fails(Handler):
@@ -158,8 +166,8 @@ class Fails(Handler):
         super().on_abort()
         raise RuntimeError("nothing to restore")
 
-    def finish(self, *, required: bool) -> None:
-        super().finish(required=required)
+    def finish(self) -> None:
+        super().finish()
         raise KeyError("at the end")
 
 
@@ -167,7 +175,7 @@ class Fails(Handler):
 def test_an_error_about_an_abort_leaves_the_first_error(param: Tensor) -> None:
     handler = Fails()
     output = output_of(param, raise_error)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     with pytest.raises(ValueError, match="no backward here"):
         output.sum().backward()
     assert handler.calls == ["abort"]
@@ -176,16 +184,16 @@ def test_an_error_about_an_abort_leaves_the_first_error(param: Tensor) -> None:
 def test_errors_at_the_end_are_raised_by_backward(param: Tensor) -> None:
     handler = Fails()
     output = output_of(param)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     with pytest.raises(KeyError, match="at the end"):
         output.sum().backward()
     assert handler.calls == ["end"]
-    assert not handler.watch.is_aborted
+    assert handler.watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 def test_a_forgotten_end_does_nothing(handler: Handler, param: Tensor) -> None:
     output = output_of(param, handler.watch.forget_end)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     output.sum().backward()
     assert handler.calls == []
 
@@ -194,11 +202,11 @@ def test_a_forgotten_end_does_nothing(handler: Handler, param: Tensor) -> None:
         raise_error()
 
     output = output_of(param, forget_and_raise)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     with pytest.raises(ValueError, match="no backward here"):
         output.sum().backward()
     assert handler.calls == []
-    assert not handler.watch.is_aborted
+    assert handler.watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 def unusual(handler: Handler, param: Tensor, output: Tensor, case: str) -> None:
@@ -206,7 +214,7 @@ def unusual(handler: Handler, param: Tensor, output: Tensor, case: str) -> None:
         case "off":
             handler.gate.is_on = False
         case "asked":
-            handler.watch.asks_driver = True
+            handler.watch.follow(True, False)
         case "inputs":
             torch.autograd.grad(output.sum(), param)
             return
@@ -230,7 +238,7 @@ def unusual(handler: Handler, param: Tensor, output: Tensor, case: str) -> None:
 @pytest.mark.parametrize("case", ["off", "asked", "inputs", "locked"])
 def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor, case: str) -> None:
     output = output_of(param)
-    handler.watch.expect_outputs([output], True)
+    handler.watch.expect_outputs([output])
     unusual(handler, param, output, case)
     assert handler.calls == ["output"]
 
@@ -249,7 +257,7 @@ def test_gradients_in_no_step_are_reported_at_the_end_of_the_pass() -> None:
         return list(handler.calls)
 
     assert run(0) == []  # not asked for
-    handler.watch.reports_local = True
+    handler.watch.report_local(True)
     assert run(0, 2) in (["local [0, 2]"], ["local [2, 0]"])
     assert run(0, allowed=True) == []
     assert run(1) == ["local [1]"]
@@ -272,7 +280,7 @@ def test_a_graph_keeps_its_handler_only_during_backward() -> None:
             alive.append(freed() is not None)
 
         output = output_of(torch.ones(2, requires_grad=True), drop)
-        owned[0].watch.expect_outputs([output], True)
+        owned[0].watch.expect_outputs([output])
         for _ in range(2):
             output.sum().backward(retain_graph=True)
         assert alive == [True, False]
@@ -287,9 +295,142 @@ def test_the_observer_outlives_its_handler() -> None:
     param = torch.ones(2, requires_grad=True)
     watched = extension.compiled.ParamSet([param], watch)
     output = param * 2
-    watch.expect_outputs([output], True)
+    watch.expect_outputs([output])
     owned.clear()
     output.sum().backward()
-    assert watch.queue_end(True)
+    watch.queue_end()
     assert not watch.is_queued
     del watched
+
+
+# Beside the life of a step
+
+
+class Driver:
+    """Keeps a life by the events of backward passes, as the wrapper does.
+
+    Args:
+        unseen: outputs may be reached without a call.
+    """
+
+    def __init__(self, *, unseen: bool) -> None:
+        self.life = Life()
+        self.events: list[Event] = []
+        self.calls = 0  # because an output was reached
+        self._unseen = unseen
+        self.watch = extension.compiled.BackwardWatch(
+            self, SimpleNamespace(is_on=True), threading.RLock(), self.on_output, Reports([])
+        )
+        self.params = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        self._hooks = extension.compiled.ParamSet(self.params, self.watch)
+        self._follow()
+
+    def note(self, event: Event) -> None:
+        self._take_news()
+        self._execute_after(event)
+        self._follow()
+
+    def _follow(self) -> None:
+        is_free = self._unseen and self.life.takes_outputs
+        self.watch.follow(self.life.awaits_gradients, is_free)
+
+    def _take_news(self) -> None:
+        news = self.watch.take_news()
+        if news & extension.compiled.OUTPUT_REACHED:
+            self._advance("output reached")
+        if news & extension.compiled.PASS_ABORTED:
+            self._execute_after("pass aborted")
+
+    def _advance(self, event: Event) -> Sequence[Action]:
+        self.life, actions = advance(self.life, event)
+        if event != "due" or actions:  # nothing is due before an output that is reached unseen
+            self.events.append(event)
+        return actions
+
+    def _execute_after(self, event: Event) -> None:
+        for action in self._advance(event):
+            match action:
+                case "queue end":
+                    self.watch.queue_end()
+                case "save":
+                    self._hooks.begin(False)
+                case "release" | "restore":
+                    self._hooks.disarm()
+                case "await report":
+                    is_failing = self.life.name == "failing"
+                    self._execute_after("reported failure" if is_failing else "reported regular")
+
+    def on_output(self, *_: object) -> None:
+        self.calls += 1
+        self.note("due")
+        self.note(
+            "inputs reached" if extension.compiled.has_explicit_inputs() else "output reached"
+        )
+
+    def on_first_grad(self, context: int | None) -> None:
+        self.note("due")
+        self.note("grad arrived")
+
+    def on_abort(self) -> None:
+        self._take_news()
+        self._follow()
+
+    def finish(self) -> None:
+        self.note("backward ended")
+
+
+def drive(driver: Driver, program: Sequence[str]) -> list[tuple[Life, int]]:
+    """Run forward and backward passes; the life after each, and the number of events."""
+    first, second = driver.params
+    x = torch.ones(2, requires_grad=True)
+    output, found = x * 1, []
+    for part in program:
+        try:
+            match part:
+                case "forward" | "forward that fails" | "forward that fails early":
+                    driver.note("due")
+                    driver.note("forward began")
+                    inner = x * first + second
+                    if part == "forward that fails":
+                        inner = call_in_backward(x * first, raise_error) + second
+                    if part == "forward that fails early":
+                        inner = call_in_backward(inner, raise_error)
+                    output = inner * 2
+                    driver.watch.expect_outputs([output])
+                    driver.note("outputs made")
+                case "pass":
+                    output.sum().backward(retain_graph=True)
+                case "pass beside":
+                    first.sum().backward()
+                case "pass through both":
+                    (output + second).sum().backward(retain_graph=True)
+                case "pass for a parameter":
+                    torch.autograd.backward(output.sum(), inputs=[first], retain_graph=True)
+                case "pass for an input":
+                    torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
+                case "due":
+                    driver.note("due")
+        except ValueError as error:
+            assert str(error) == "no backward here"  # noqa: PT017
+        assert not driver.watch.is_queued
+        found.append((driver.life, len(driver.events)))
+    return found
+
+
+PARTS = [
+    *("forward", "forward that fails", "forward that fails early"),
+    *("pass", "pass", "pass beside", "pass through both"),
+    *("pass for a parameter", "pass for an input", "due"),
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12))
+@examples(300)
+def test_outputs_are_taken_as_the_life_of_a_step_has_it(program: list[str]) -> None:
+    """Events, and lives after each pass, are those of a driver that decides about each output."""
+    unseen, asked = Driver(unseen=True), Driver(unseen=False)
+    assert drive(unseen, program) == drive(asked, program)
+    assert unseen.events == asked.events
+    assert unseen.calls <= asked.calls
+    if not any("fails" in part or "for" in part.split() for part in program):
+        assert unseen.calls == 0

@@ -140,7 +140,7 @@ def test_the_stub_has_the_names_and_parameters_of_the_extension():
         ("LiveViews.add", "buffer: Tensor) -> None", "buffer: Tensor, key: str) -> None"),
         ("LeafSet", "class LeafSet(GradientCounter)", "class LeafSet"),
         ("leave_open_groups", "def leave_open_groups()", "def leave_open()"),
-        ("BackwardWatch.asks_driver", "    asks_driver: bool", "    asks: bool"),
+        ("BackwardWatch.reports_local", "def reports_local", "def reports_all"),
         ("SHM_LOST", "SHM_LOST: Final = 2", "SHM_LOST: Final = 3"),
     ],
 )

@@ -33,8 +33,8 @@ namespace fddp {
 // aborted. Until then it keeps the driver alive.
 class EndOfBackward {
  public:
-  EndOfBackward(std::shared_ptr<BackwardWatch> watch, py::object driver, bool required)
-      : watch_(std::move(watch)), driver_(std::move(driver)), required_(required) {}
+  EndOfBackward(std::shared_ptr<BackwardWatch> watch, py::object driver)
+      : watch_(std::move(watch)), driver_(std::move(driver)) {}
   EndOfBackward(const EndOfBackward&) = delete;
   EndOfBackward& operator=(const EndOfBackward&) = delete;
 
@@ -49,7 +49,8 @@ class EndOfBackward {
     try {
       if (is_current()) {
         watch_->end_ = nullptr;
-        watch_->is_aborted_ = true;
+        watch_->news_ |= BackwardWatch::kPassAborted;
+        watch_->takes_outputs_ = false;  // until the driver has seen it
         driver_.attr("on_abort")();
       }
     } catch (py::error_already_set& raised) {
@@ -61,7 +62,9 @@ class EndOfBackward {
 
   void run() {
     const PythonEntry python;
-    if (is_current()) driver_.attr("finish")(py::arg("required") = required_);
+    if (!is_current()) return;
+    watch_->end_ = nullptr;
+    driver_.attr("finish")();
   }
 
  private:
@@ -69,7 +72,6 @@ class EndOfBackward {
 
   std::shared_ptr<BackwardWatch> watch_;
   py::object driver_;
-  bool required_;
 };
 
 namespace {
@@ -165,12 +167,10 @@ BackwardWatch::BackwardWatch(const py::object& driver, py::object gate, const py
       on_output_(std::move(on_output)),
       reports_(std::move(reports)) {}
 
-py::list BackwardWatch::expect_outputs(const py::list& outputs, bool on) {
-  py::list leaves = hook_outputs(outputs, [&](const at::Tensor& output) {
+py::list BackwardWatch::expect_outputs(const py::list& outputs) {
+  return hook_outputs(outputs, [&](const at::Tensor& output) {
     return std::make_unique<OutputHook>(weak_from_this(), output.output_nr());
   });
-  expect_grads(on);
-  return leaves;
 }
 
 py::list BackwardWatch::allow_outputs(const py::list& outputs) {
@@ -207,29 +207,21 @@ void BackwardWatch::report_local(const std::vector<size_t>& leaves) {
 
 void BackwardWatch::note_early_use(size_t leaf) const { reports_.attr("refuse_early_use")(leaf); }
 
+void BackwardWatch::follow(bool awaits_gradients, bool takes_outputs) {
+  awaits_gradients_ = awaits_gradients;
+  takes_outputs_ = takes_outputs;
+}
+
 void BackwardWatch::note_output() {
   if (std::isinf(reached_s_)) reached_s_ = perf_counter_s();
-  is_watching_ = true;
 }
 
-double BackwardWatch::note_step() {
-  expects_grads_ = expects_grads_ && std::isinf(reached_s_);
-  return reached_s_;
-}
-
-bool BackwardWatch::queue_end(py::object driver, bool required) {
-  if (is_aborted_) return false;
-  if (end_ != nullptr || driver.is_none()) return true;
-  const auto end = std::make_shared<EndOfBackward>(shared_from_this(), std::move(driver), required);
+void BackwardWatch::queue_end(py::object driver) {
+  if (end_ != nullptr || driver.is_none()) return;
+  const auto end = std::make_shared<EndOfBackward>(shared_from_this(), std::move(driver));
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
   end_ = end.get();
-  is_required_ = required;
-  return true;
-}
-
-void BackwardWatch::forget_end() {
-  end_ = nullptr;
-  is_aborted_ = false;
+  reached_s_ = std::numeric_limits<double>::infinity();
 }
 
 void BackwardWatch::reach_output() {
@@ -239,8 +231,10 @@ void BackwardWatch::reach_output() {
     on_output_();
     return;
   }
-  queue_end(std::move(found), true);
+  queue_end(std::move(found));
   note_output();
+  news_ |= kOutputReached;
+  awaits_gradients_ = true;
 }
 
 void BackwardWatch::reach_first_grad() const {
@@ -251,7 +245,7 @@ void BackwardWatch::reach_first_grad() const {
 // Return true if a pass may take the step without a decision of the driver. No other thread runs
 // Python in between, because nothing here releases the GIL.
 bool BackwardWatch::is_usual() const {
-  return !asks_driver && !is_aborted_ && torch::autograd::get_current_graph_task_id() >= 0 &&
+  return takes_outputs_ && torch::autograd::get_current_graph_task_id() >= 0 &&
       !has_explicit_inputs() && !is_compiled() && py::bool_(gate_.attr("is_on")) && is_unlocked();
 }
 
@@ -268,28 +262,25 @@ bool BackwardWatch::is_unlocked() const {
 
 void bind_backward_watch(py::module_& m) {
   using namespace fddp;
+  m.attr("OUTPUT_REACHED") = static_cast<int64_t>(BackwardWatch::kOutputReached);
+  m.attr("PASS_ABORTED") = static_cast<int64_t>(BackwardWatch::kPassAborted);
   m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("is_compiled_backward", &is_compiled);
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
       .def(py::init<py::object, py::object, py::object, py::object, py::object>(), py::arg("driver"), py::arg("gate"),
            py::arg("lock"), py::arg("on_output"), py::arg("reports"))
-      .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"), py::arg("on"))
+      .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"))
       .def("allow_outputs", &BackwardWatch::allow_outputs, py::arg("outputs"))
       .def("reach_allowed_output", [](BackwardWatch& watch, const py::object&) { watch.reach_allowed_output(); },
            py::arg("grad"))
-      .def_property("reports_local", [](const BackwardWatch& watch) { return watch.reports_local.load(); },
-                    [](BackwardWatch& watch, bool on) { watch.reports_local = on; })
-      .def("expect_grads", &BackwardWatch::expect_grads, py::arg("on"))
-      .def("watch", &BackwardWatch::watch, py::arg("on"))
-      .def("note_output", &BackwardWatch::note_output)
-      .def("note_step", &BackwardWatch::note_step)
-      .def("forget_output", &BackwardWatch::forget_output)
-      .def("queue_end", py::overload_cast<bool>(&BackwardWatch::queue_end), py::arg("required"))
+      .def("report_local", [](BackwardWatch& watch, bool on) { watch.reports_local = on; }, py::arg("on"))
+      .def_property_readonly("reports_local", [](const BackwardWatch& watch) { return watch.reports_local.load(); })
+      .def("follow", &BackwardWatch::follow, py::arg("awaits_gradients"), py::arg("takes_outputs"))
+      .def("take_news", &BackwardWatch::take_news)
+      .def("queue_end", py::overload_cast<>(&BackwardWatch::queue_end))
       .def("forget_end", &BackwardWatch::forget_end)
+      .def("note_output", &BackwardWatch::note_output)
       .def("reach_output", [](BackwardWatch& watch, const py::object&) { watch.reach_output(); }, py::arg("grad"))
-      .def_property_readonly("expects_grads", &BackwardWatch::expects_grads)
-      .def_property_readonly("is_queued", &BackwardWatch::is_queued)
-      .def_property_readonly("is_aborted", &BackwardWatch::is_aborted)
-      .def_property_readonly("is_required", &BackwardWatch::is_required)
-      .def_readwrite("asks_driver", &BackwardWatch::asks_driver);
+      .def_property_readonly("reached_s", &BackwardWatch::reached_s)
+      .def_property_readonly("is_queued", &BackwardWatch::is_queued);
 }

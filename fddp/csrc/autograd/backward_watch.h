@@ -1,8 +1,10 @@
 // Observer of the backward passes through a module, for its driver in Python; see
 // [Note: the end of backward] in fddp/ddp/steps.py.
 //
-// The usual backward pass enters Python twice: at its first gradient and at its end. What is unusual
-// is decided by the driver, in Python.
+// The usual backward pass enters Python twice: at its first gradient and at its end. An output that it
+// reaches is taken here, and the driver learns of it later, from `take_news`. This is the only event
+// of fddp/core/protocol/lifecycle.py that is acted on without the driver, and only where it leads to
+// "queue end" at most.
 
 #pragma once
 
@@ -12,14 +14,15 @@
 #include <cstddef>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace fddp {
 
 class EndOfBackward;
 
-// All state but `is_watching` is read and written with the GIL. So are the references to this
-// object dropped.
+// All state but `awaits_gradients` and `reports_local` is read and written with the GIL. So are the
+// references to this object dropped.
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
   // The driver is held weakly. `gate` has an attribute `is_on`, and `lock` is the driver's
@@ -28,45 +31,36 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output,
                 py::object reports);
 
-  // Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that are
-  // leaves. They are not hooked, because the caller has to remove their hooks.
-  py::list expect_outputs(const py::list& outputs, bool on);
+  // Hook outputs of a forward pass. Return those outputs that are leaves. They are not hooked, because
+  // the caller has to remove their hooks.
+  py::list expect_outputs(const py::list& outputs);
 
   // Hook outputs of a forward pass within `no_sync`, so that gradients that come through them are not
   // reported as local. Return those outputs that are leaves.
   py::list allow_outputs(const py::list& outputs);
 
-  // Set whether gradients belong to a step that come without an output being reached.
-  void expect_grads(bool on) { expects_grads_ = is_watching_ = on; }
-  bool expects_grads() const { return expects_grads_; }
+  // Follow the driver's state: `awaits_gradients` enables calls of its `on_first_grad`, and
+  // `takes_outputs` allows to take outputs without it.
+  void follow(bool awaits_gradients, bool takes_outputs);
+  bool awaits_gradients() const { return awaits_gradients_; }
 
-  // Enable or disable calls of the driver's `on_first_grad`.
-  void watch(bool on) { is_watching_ = on; }
-  bool is_watching() const { return is_watching_; }
+  // Return what happened without the driver since the last call, as a sum of `News`.
+  enum News { kNothing = 0, kOutputReached = 1, kPassAborted = 2 };
+  int take_news() { return std::exchange(news_, kNothing); }
+
+  // Queue a call of the driver's `finish` at the end of the running graph task, unless one is queued
+  // already.
+  void queue_end() { queue_end(driver()); }
+
+  // Forget the queued end, which then does nothing.
+  void forget_end() { end_ = nullptr; }
+  bool is_queued() const { return end_ != nullptr; }
 
   // Note that the running backward pass has reached an output.
   void note_output();
 
-  // Expect no gradients after the running pass if it has reached an output. Return the time at
-  // which it did, in seconds of perf_counter; infinity if it did not.
-  double note_step();
-
-  // Forget that an output was reached.
-  void forget_output() { reached_s_ = std::numeric_limits<double>::infinity(); }
-
-  // Queue a call of the driver's `finish` at the end of the running graph task, unless one is queued
-  // already. Return false, without effect, if the last pass was aborted.
-  bool queue_end(bool required) { return queue_end(driver(), required); }
-
-  // Forget the queued end, which then does nothing, or that a pass was aborted.
-  void forget_end();
-
-  bool is_queued() const { return end_ != nullptr; }
-  bool is_aborted() const { return is_aborted_; }
-  bool is_required() const { return is_required_; }
-
-  // Call `on_output` at every output.
-  bool asks_driver = false;
+  // Time at which the last pass reached an output, in seconds of perf_counter; infinity if it did not.
+  double reached_s() const { return reached_s_; }
 
   // Report passes that leave gradients to parameters without a step; see [Note: local gradients] in
   // fddp/ddp/local_gradients.py.
@@ -87,7 +81,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   friend class EndOfBackward;
 
   py::object driver() const { return driver_(); }  // or None
-  bool queue_end(py::object driver, bool required);
+  void queue_end(py::object driver);
   void report_local(const std::vector<size_t>& leaves);
   bool is_usual() const;
   bool is_unlocked() const;
@@ -98,12 +92,11 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   py::object release_;
   py::object on_output_;
   py::object reports_;
-  std::atomic<bool> is_watching_{false};
-  bool expects_grads_ = false;
+  std::atomic<bool> awaits_gradients_{false};
+  bool takes_outputs_ = true;
+  int news_ = kNothing;
   double reached_s_ = std::numeric_limits<double>::infinity();
   EndOfBackward* end_ = nullptr;  // queued, and owned by the graph task
-  bool is_aborted_ = false;       // the task freed it without a call
-  bool is_required_ = false;      // the pass of the last end takes a step even without a gradient
   // Owned by the graph task of a pass.
   std::weak_ptr<const bool> allowed_pass_;            // it has reached an output of `allow_outputs`
   std::weak_ptr<std::vector<size_t>> local_leaves_;  // they have local gradients

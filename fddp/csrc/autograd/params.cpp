@@ -251,7 +251,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const bool is_awaited = !awaited_.empty() && awaited_[leaf];
-      if (in_step_ || !(is_awaited || watch_->is_watching())) return;
+      if (in_step_ || !(is_awaited || watch_->awaits_gradients())) return;
     }
     const PythonEntry python;
     watch_->reach_first_grad();

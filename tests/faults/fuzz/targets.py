@@ -162,7 +162,7 @@ class _Handler:
 
     def on_first_grad(self, context: int | None) -> None: ...
     def on_abort(self) -> None: ...
-    def finish(self, *, required: bool) -> None: ...
+    def finish(self) -> None: ...
 
 
 class _Reports:
@@ -185,22 +185,23 @@ def _watches(draw: Draw) -> None:
         try:
             match draw.below(7):
                 case 0:
-                    watch.queue_end(bool(draw.below(2)))
+                    watch.queue_end()
                 case 1:
                     watch.forget_end()
                 case 2:
-                    watch.asks_driver = draw.anything()
+                    watch.follow(draw.anything(), bool(draw.below(2)))
                 case 3:
-                    watch.note_output(), watch.note_step(), watch.reach_output(draw.anything())
+                    watch.note_output(), watch.take_news(), watch.reach_output(draw.anything())
                 case 4:
-                    watch.expect_outputs(draw.anything(), bool(draw.below(2)))
+                    watch.expect_outputs(draw.anything())
                 case 5:
-                    watch.reports_local = bool(draw.below(2))
+                    watch.report_local(bool(draw.below(2)))
                     watch.allow_outputs(draw.anything()), watch.reach_allowed_output(None)
                 case _:
                     param = torch.ones(2, requires_grad=True)
                     outputs = [param * 2, param, torch.ones(1)]
-                    watch.expect_outputs(outputs[draw.below(3) :], bool(draw.below(2)))
+                    watch.expect_outputs(outputs[draw.below(3) :])
+                    watch.follow(bool(draw.below(2)), bool(draw.below(2)))
                     watched = extension.load().ParamSet([param], watch)
                     outputs[0].sum().backward()
                     del watched
@@ -217,7 +218,7 @@ def _arrivals(draw: Draw) -> None:
     is_leaves = draw.below(2) == 0
     handler = _Handler()
     watch = module.BackwardWatch(handler, _OPEN, threading.RLock(), lambda *_: None, _Reports())
-    watch.watch(True)
+    watch.follow(True, True)
     found = module.LeafSet(params) if is_leaves else module.ParamSet(params, watch)
     for _ in range(draw.below(_MOST_CALLS)):
         try:
