@@ -135,7 +135,7 @@ bits: $(INSTALLED)
 	mkdir -p build
 	$(RUN) -m tests.bits $(or $(ARGS),record build/bits.json)
 
-# Changes the product in some 600 ways, one after the other, and runs the tests that should fail then.
+# Changes the product in some 700 ways, one after the other, and runs the tests that should fail then.
 # ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
 mutants: $(INSTALLED)
 	$(RUN) -m tests.mutants $(ARGS)

@@ -317,6 +317,19 @@ def test_values_that_are_equal_by_accident() -> None:
     check_replication(zeros, replicated=(torch.zeros(4),), varying=(BATCH,))
 
 
+def test_labels_of_another_rank_are_in_another_order() -> None:
+    """Other values might be no labels."""
+    seen: set[tuple[int, ...]] = set()
+
+    def step(params, labels):
+        seen.add(tuple(labels.tolist()))
+        return params
+
+    check_replication(step, replicated=(PARAMS,), varying=(torch.arange(5),))
+    assert len(seen) == 2
+    assert all(sorted(labels) == [0, 1, 2, 3, 4] for labels in seen)
+
+
 def test_sums_that_are_no_state() -> None:
     def step(params, batch):
         total = fddp.psum(batch[0].abs().sum())
