@@ -218,12 +218,12 @@ def test_programs_after_one_that_fails_while_others_are_started() -> None:
     """Its input is still computed when it is dispatched, so that its error comes later."""
 
     def program(group: LoopbackGroup) -> float:
+        slow, a = jax.jit(lambda a: (a @ a @ a @ a)[0, 0]), jnp.ones((1000, 1000))
         with fddp.Communicator(group) as ranks:
             closed = jax.jit(lambda x: psum(x, ranks))
-            closed(1.0).block_until_ready()
-        a = jnp.ones((1200, 1200))
+            closed(slow(a)).block_until_ready()  # both are compiled
         with pytest.raises(fddp.ClosedError), named_errors():
-            closed((a @ a @ a)[0, 0])
+            closed(slow(a))
         with named_errors():
             return float(jax.jit(lambda x: psum(x, group))(2.0))
 
