@@ -42,22 +42,23 @@ class ForwardPasses:
         self._joiner = joiner
         self._watch = watch
 
-    def begin(self, ddp: Any) -> bool:
-        """Prepare for a forward pass. Return False if it takes no part in synchronisation."""
+    def begin(self, ddp: Any) -> None:
+        """Prepare for a forward pass, if it takes part in synchronisation."""
         steps = self._steps
+        self.is_synced = False
         if not self._watch.params:  # all are delayed
-            return False
+            return
         change = self._watch.change()
         if change == "swapped":
             if steps.settings.syncs and self._watch.are_others_tracked:
                 warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
-            return False
+            return
         if peek_interpreter_stack() is not None:
-            return False
+            return
         if not steps.is_open and _needs_no_communicator(ddp):
-            return False
+            return
         self._prepare(ddp, change == "changed")
-        return True
+        self.is_synced = True
 
     def resume(self, is_synced: bool) -> None:
         """Set `is_synced` of the running forward pass."""

@@ -158,7 +158,7 @@ class Steps:
         self.passes.report_local(self._reports.is_on)
         self._output_hooks: list[RemovableHandle] = []  # of outputs that are leaves
         self._life = Life()
-        self._followed: tuple[bool, bool] | None = None  # by `passes`; None if not known
+        self._follows: tuple[bool, bool] | None = None  # by `passes`; None if not known
         # State of the step, until "release".
         self.step: Step | None = None  # the engine's; None before "open"
         self._context: int | None = None  # of distributed autograd; None for `.grad`
@@ -204,7 +204,7 @@ class Steps:
     def life(self) -> Life:
         """Life of the current step."""
         with self.lock:
-            self._take_news()
+            self._note_news(self.passes.take_news())
             return self._life
 
     def note(self, event: Event) -> None:
@@ -216,43 +216,44 @@ class Steps:
         """
         with self.lock:
             try:
-                self._take_news()
+                if news := self.passes.take_news():
+                    self._note_news(news)
                 self._execute_after(event)
             finally:
-                self._follow()
+                if _followed(self._life) != self._follows:
+                    self._follow()
 
-    def _take_news(self) -> None:
+    def _note_news(self, news: int) -> None:
         """Note what `passes` has done without a call."""
-        news = self.passes.take_news()
         if news & extension.compiled.OUTPUT_REACHED:
-            self._advance("output reached")  # the end is queued
-            self._followed = (True, True)
+            if self.trace is not None:
+                self.trace.append("output reached")
+            self._life, _ = advance(self._life, "output reached")  # the end is queued
+            self._follows = (True, True)
         if news & extension.compiled.PASS_ABORTED:
+            self._follows = None
             is_on_cpu = all(leaf.is_cpu for leaf in self.parameters.leaves)
             is_late = not (is_on_cpu or self.settings.in_step)
             self._execute_after("pass aborted late" if is_late else "pass aborted")
-            self._followed = None
 
     def _follow(self) -> None:
         """Let `passes` follow the life."""
-        awaits_gradients, takes_outputs = follow = _followed(self._life)
-        if follow != self._followed:
-            self._followed = follow
-            takes = takes_outputs and not (self.is_stopped or self.micro_batches is not None)
-            self.passes.follow(awaits_gradients and not self.is_stopped, takes)
+        self._follows = awaits_gradients, takes_outputs = _followed(self._life)
+        takes_outputs = takes_outputs and self.micro_batches is None
+        is_on = not self.is_stopped
+        self.passes.follow(awaits_gradients and is_on, takes_outputs and is_on)
 
-    def _advance(self, event: Event) -> tuple[Action, ...]:
-        if self.trace is not None:
-            self.trace.append(event)
-        self._life, actions = advance(self._life, event)
-        return actions
-
-    def _execute_after(self, event: Event | None) -> None:
-        while event is not None:
-            actions, event = self._advance(event), None
+    def _execute_after(self, event: Event) -> None:
+        """Execute the actions that follow from an event, and from events that they lead to."""
+        then: Event | None = event
+        while then is not None:
+            if self.trace is not None:
+                self.trace.append(then)
+            self._life, actions = advance(self._life, then)
+            then = None
             for action in actions:
-                event = self._execute(action)
-                if event is not None:  # in place of the further actions
+                then = self._execute(action)
+                if then is not None:  # in place of the further actions
                     break
 
     def _execute(self, action: Action) -> Event | None:
@@ -281,7 +282,11 @@ class Steps:
             case "await report":
                 return self._await_report()
             case "write":
-                return self._write()
+                try:
+                    self._write()
+                except BaseException as error:
+                    self._error = error
+                    return "write failed"
             case "restore" | "forget":
                 self.parameters.restore(self.step, leave=action == "forget")
             case "exchange failures":
@@ -309,7 +314,7 @@ class Steps:
         if self.work and current_graph_task_id() < 0:
             self.wait_for_work()
         self.note("forward began")
-        if self.step is None:
+        if self.step is None and self.options.arguments.lazy_bucket_allocation:
             self._release_memory()
         for handle in self._output_hooks:
             handle.remove()
@@ -397,7 +402,7 @@ class Steps:
         """
         with self.lock:
             try:
-                self._take_news()
+                self._note_news(self.passes.take_news())
             finally:
                 self._follow()
 
@@ -418,7 +423,8 @@ class Steps:
         try:
             self.parameters.hooks.run_hooks()
         finally:
-            self.wait_for_work()  # to which they may have added
+            if self.work:  # to which they may have added
+                self.wait_for_work()
 
     def _close(self, event: Event) -> None:
         """Note an event that closes the step. Log its error."""
@@ -442,7 +448,7 @@ class Steps:
 
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a step waits for `finalize`."""
-        if self.life.name in SUSPENDED:
+        if self._life.name in SUSPENDED:
             raise RuntimeError(UNFINALIZED)
 
     def finalize(self) -> None:
@@ -479,15 +485,19 @@ class Steps:
 
     def settle(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
-        self.await_abort()
-        if self.is_open:
-            try:
-                self.note("due")
-            except Exception as error:
-                warnings.warn(
-                    f"the step of an aborted backward pass was given up on all ranks: {error}",
-                    stacklevel=4,
-                )
+        if self.passes.is_queued:
+            self.await_abort()
+        with self.lock:
+            if news := self.passes.take_news():
+                self._note_news(news)
+            if self._life.name in OWING:
+                try:
+                    self.note("due")
+                except Exception as error:
+                    warnings.warn(
+                        f"the step of an aborted backward pass was given up on all ranks: {error}",
+                        stacklevel=4,
+                    )
 
     def await_abort(self) -> None:
         """Wait until the threads of devices have freed a backward pass that raised an error, which
@@ -555,7 +565,6 @@ class Steps:
         if self.is_open:
             self.parameters.hooks.await_gradients([])
             self.parameters.hooks.leave_out_hooks(False)
-        self._followed = None
         self._follow()
 
     def close(self) -> None:
@@ -621,20 +630,20 @@ class Steps:
         try:
             if self.has_changed:
                 raise ParametersChangedError
-            self._opened.begin(
-                self._contributions(),
+            assert self.step is not None
+            self.step.begin(
+                self._contributions(self.step),
                 self.parameters.leaves,
                 allow_idle_ranks=self.usage.joining,
             )
-            self._opened.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
+            self.step.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
         except BaseException as error:
             self._error = error
             self._execute_after("failed")
 
-    def _contributions(self) -> Contributions:
-        step, leaves = self._opened, self.parameters.leaves
+    def _contributions(self, step: Step) -> Contributions:
         if self.micro_batches is not None:
-            return self.micro_batches.contributions(self.engine, step, leaves)
+            return self.micro_batches.contributions(self.engine, step, self.parameters.leaves)
         arguments = self.options.arguments
         replaces = arguments.gradient_as_bucket_view
         return BackwardContributions(
@@ -664,13 +673,14 @@ class Steps:
         self.skipped = False
         self.engine.note_backward(runs=False)
         self.engine.transport.enter_step(None)
+        assert self.step is not None
         try:
-            self._outcome = self.engine.finish(self._opened)
+            self._outcome = self.engine.finish(self.step)
         except BaseException as error:
             self._error = error
         else:
             self.skipped = self._outcome.skipped
-            self.engine.note_arrivals(self._opened)
+            self.engine.note_arrivals(self.step)
             return "reported repair" if self._outcome.report.late else "reported regular"
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:
@@ -682,22 +692,15 @@ class Steps:
                 return "reported change"
         if self.engine.is_closed:
             return "transport failed"
-        self._error = changed_graph_error(self._opened.failures) or self._error
+        self._error = changed_graph_error(self.step.failures) or self._error
         return "reported desync" if isinstance(self._error, DesyncError) else "reported failure"
 
-    def _write(self) -> Event | None:
+    def _write(self) -> None:
         """Make the results of the step the gradients, and record it."""
-        try:
-            self._write_results(self._opened)
-        except BaseException as error:
-            self._error = error
-            return "write failed"
-        return None
-
-    def _write_results(self, step: Step) -> None:
-        outcome, assign, program = self._outcome, self._assign, step.program
-        if outcome is None or assign is None:
+        step, outcome, assign = self.step, self._outcome, self._assign
+        if step is None or outcome is None or assign is None:
             raise InternalError("results were to be written of no step")
+        program = step.program
         report, hooks = outcome.report, self.parameters.hooks
         if program.control.with_order and not self.engine.program.control.with_order:
             plan = self.engine.program.plan
@@ -711,7 +714,8 @@ class Steps:
         is_partial = len(self._here) < len(self.parameters.names)
         if is_partial and 0 in report.users and self.micro_batches is None:
             hooks.await_gradients([users == 0 for users in report.users])
-        self.wait_for_work()
+        if self.work:
+            self.wait_for_work()
         self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
         if step.record_time:
             backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
@@ -726,20 +730,19 @@ class Steps:
     def _release(self) -> None:
         """Drop the state of the step."""
         self.parameters.hooks.disarm()
-        self.engine.note_backward(runs=False)
         self.work.clear()
         self.step = self._context = self._ended_s = self._arrived = self._outcome = None
         self._assign = None
         if self.micro_batches is not None:
             self.micro_batches.reset()
-        self._release_memory()
+        if self.options.arguments.lazy_bucket_allocation:
+            self._release_memory()
 
     def _release_memory(self) -> None:
-        """Release the memory of earlier steps if it is lazy, except that of existing gradients
-        that may be reduced in place."""
-        arguments = self.options.arguments
-        if arguments.lazy_bucket_allocation:
-            self.engine.release_memory(keep_views=arguments.gradient_as_bucket_view)
+        """Release the memory of earlier steps, except that of existing gradients that may be
+        reduced in place."""
+        keep_views = self.options.arguments.gradient_as_bucket_view
+        self.engine.release_memory(keep_views=keep_views)
 
     # The engine
 

@@ -303,7 +303,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     @untraced(_COMPILE_MODULE)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the module's forward. Return its inputs, on the module's device."""
-        self._forward_passes.resume(self._forward_passes.begin(self))
+        self._forward_passes.begin(self)
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
