@@ -296,11 +296,11 @@ class Steps:
             case "release":
                 self._release()
             case "raise":
-                error, self._error = self._error, None
+                raised, self._error = self._error, None
                 try:
-                    raise error or InternalError("a step failed without an error")
+                    raise raised or InternalError("a step failed without an error")
                 finally:
-                    del error  # whose traceback refers to this frame
+                    del raised  # whose traceback refers to this frame
             case "raise unfinalized":
                 raise RuntimeError(UNFINALIZED)
             case "raise nothing to finalize":

@@ -315,6 +315,10 @@ class BackwardContributions(Contributions):
     def backward(self) -> BackwardContributions:
         return self
 
+    def collect(self, leaf_set: GradientCounter) -> None:
+        """Take the gradients that arrive in these leaves; `arm` follows."""
+        self.leaf_set = leaf_set
+
     def only(self) -> GradientCounter | None:
         return None if self._accumulated else self.leaf_set
 

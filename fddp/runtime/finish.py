@@ -63,7 +63,7 @@ def finish(step: Step) -> Outcome:
         NonFiniteError: a number is not finite, under the policy "raise".
         RankLostError, SyncTimeoutError: the transport failed.
     """
-    step.backward_ended = True
+    step.note("backward ended")
     executor = step.executor
     try:
         if not step.is_prepared:
@@ -71,10 +71,11 @@ def finish(step: Step) -> Outcome:
         executor.run(Phase.FREE)
         if step.report is None:  # the sum of regular words
             assert step.regular is not None
-            step.report = step.regular.report
+            step.take_report(step.regular.report)
         report = step.report
+        assert report is not None
         if executor.gives_views:
-            step.leaves = executor.results()
+            step.take_results(executor.results())
         if not executor.gives_views or 0 in report.users:
             step.results.finish(report.used, step.contributions)
         if step.check is not None:
@@ -87,11 +88,11 @@ def finish(step: Step) -> Outcome:
         locate(error, step.program, op, step.number)
         raise
     if step.code.hook is not None:
-        step.hook_states = step.sums.new_states(step.hook_states, report, step.leaves)
+        step.take_states(step.sums.new_states(step.hook_states, report, step.leaves))
     if sequence := step.program.schedule.sequence:
         last = step.program.buckets[sequence[-1]].text
         step.transport.note_finished(f"{last} of step {step.number}")
-    step.close()
+    step.close("reported repair" if report.late else "reported regular")
     return Outcome(step, step.leaves, report, step.results.stats if step.record_time else None)
 
 
@@ -102,8 +103,9 @@ def _stopped(step: Step) -> Outcome:
     report = step.report
     if report is None or step.check is None:
         raise InternalError("a step was stopped before the control word was read")
-    step.failure = step.check.error(step.transport, step.number)
-    step.close()
+    error = step.check.error(step.transport, step.number)
+    step.close("reported failure" if error else "reported regular", error)
+    del error  # whose traceback will refer to this frame
     step.raise_failure()
     nothing: list[Tensor | None] = [None] * len(step.leaves)
     return Outcome(step, nothing, report, Stats(math.nan, False), skipped=True)
@@ -119,7 +121,7 @@ def write_word(step: Step) -> Tensor | None:
     if step.regular is not None:
         if step.source.is_complete() and not step.executor.may_overflow:
             return None
-        step.regular = None
+        step.leave_regular()
     if step.code.hook is not None:
         operations.reduce_sparse(step)
     if failure := step.sums.failure():
@@ -176,21 +178,23 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
         The late buckets, and True if nothing has to be repaired and results need no factor.
     """
     if is_regular and step.regular is not None:
-        report = step.report = step.regular.report
+        report = step.regular.report
+        step.take_report(report)
     else:
         word = step.executor.word()
         if word is None:
             raise InternalError("the control word was read before it was written")
-        report = step.report = decode(
+        report = decode(
             step.program.control,
             word.cpu().numpy(),
             fingerprint=step.fingerprint,
             world_size=summands(step.program.schedule),
         )
+        step.take_report(report)
         if not step.sums.is_regular(report):
             _check_report(step, report)
             if step.sums.applies_scale:
-                step.after = step.program.scale.after(report.total_weight)
+                step.take_report(report, step.program.scale.after(report.total_weight))
     if step.check is not None:
         step.check.on_report(report, step.source)
     return report.late, step.after == 1.0 and not report.late
@@ -213,7 +217,7 @@ def _check_report(step: Step, report: ControlReport) -> None:
     )
     if unfit is not None:
         step.executor.drain()
-        step.is_orderly = True
+        step.end("reported failure")
         raise unfit
 
 
@@ -225,11 +229,11 @@ def _give_up(step: Step) -> NoReturn:
     method = step.method if step.contributions.weight > 0.0 else Method.NOTHING
     digest = step.program.schedule.shared_digest
     reports = exchange_reports(step.transport, step.moment, digest, method.text, step.failure_text)
-    step.failures = [report.failure for report in reports]
-    step.is_orderly = True
+    texts = [report.failure for report in reports]
+    step.end("reported failure" if report.agreed else "reported desync", texts)
     if not report.agreed:
         raise desync_error(step.transport.rank, reports) from step.failure
-    failed = {rank: text for rank, text in enumerate(step.failures) if text}
+    failed = {rank: text for rank, text in enumerate(texts) if text}
     if step.failure is not None:
         failed.pop(step.transport.rank, None)
         if failed and step.failure.__cause__ is None:  # may be the cause, where a hook waited

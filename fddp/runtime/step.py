@@ -31,6 +31,7 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.protocol.launch import Action
+from fddp.core.protocol.lifecycle import Event, Life, advance
 from fddp.errors import FddpError, error_text
 from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fddp._C import Executor, GradientCounter, StepCalls
 
 _CPU = torch.device("cpu")
+_OPENED, _ = advance(Life(), "opened")
 
 
 class Step:
@@ -125,9 +127,9 @@ class Step:
         self.regular: RegularWord | None = None
         # Sum of the control words, from the moment at which it is read.
         self.report: ControlReport | None = None
-        self.is_prepared = self.backward_ended = False
-        # True once the step has ended, in success or failure, with all collectives done.
-        self.is_orderly = False
+        # State of the step. It ends once: with results, in a failure of all ranks, or broken.
+        self.life = _OPENED
+        self.is_prepared = False
         # Devices of the buckets, by their label in the plan, from the leaves of this step.
         self.devices = Devices(cpu=_CPU)
         # Buffers of late gradients by bucket, returned to the pool with the others.
@@ -191,7 +193,16 @@ class Step:
         """Phase of the step, for error texts of other ranks."""
         if self.is_orderly:
             return "between steps"
-        return "after backward" if self.backward_ended else "in forward"
+        return "after backward" if self.life.name == "complete" else "in forward"
+
+    @property
+    def is_orderly(self) -> bool:
+        """True if the step has ended, in success or failure, with all collectives done."""
+        return self.life.name in ("ended", "failed")
+
+    def note(self, event: Event) -> None:
+        """Note an event in the life of the step."""
+        self.life, _ = advance(self.life, event)
 
     # Contributions
 
@@ -237,9 +248,10 @@ class Step:
         """
         own = self.contributions.backward
         assert own is not None
-        own.leaf_set = leaf_set
+        own.collect(leaf_set)
         self.prepare()
         own.arm(view, previous, self.memory, self.scale, self.executor)
+        self.note("armed")
 
     def prepare(self) -> None:
         """Allocate the buffers, and let the extension pack and report where it can."""
@@ -297,6 +309,7 @@ class Step:
         the error on other ranks."""
         if self.failure is not None:
             return
+        self.note("failed")
         self.failure, self.source, self.regular = error, NOTHING, None
         self.executor.leave_to_python()
         self.failure_text = where + error_text(error)
@@ -304,15 +317,38 @@ class Step:
             rank = self.transport.rank
             error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
 
-    def close(self) -> None:
-        """Release the buckets, once all collectives are done."""
+    def leave_regular(self) -> None:
+        """Send another control word than the regular one."""
+        self.regular = None
+
+    def take_report(self, report: ControlReport, after: float = 1.0) -> None:
+        """Take the sum of the control words, and the factor on results that follows from it."""
+        self.report, self.after = report, after
+
+    def take_results(self, leaves: list[Tensor | None]) -> None:
+        """Take the results of all leaves."""
+        self.leaves = leaves
+
+    def take_states(self, states: Sequence[Any]) -> None:
+        """Take the new state of the communication hook."""
+        self.hook_states = states
+
+    def end(self, event: Event, failures: Sequence[str] = ()) -> None:
+        """End the step in the order of all ranks: by their report, with their error texts."""
+        self.note(event)
+        self.failures = failures
+
+    def close(self, event: Event, error: BaseException | None = None) -> None:
+        """Release the buckets, once all collectives are done, and end the step; with an error for
+        `raise_failure`, if all ranks have one."""
+        self.failure = error
         for bucket, repair in self.repairs.items():
             self.pool.release(bucket, repair)
         for bucket, buffer in enumerate(self.executor.buffers()):
             if buffer is not None:
                 self.pool.release(bucket, buffer)
         self.contributions.release()
-        self.is_orderly = True
+        self.note(event)
         if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
 

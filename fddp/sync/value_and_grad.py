@@ -187,7 +187,7 @@ class ValueAndGrad:
         if step.contributions.backward is contributions:
             step.arm(leaves, view, engine.arrivals)
         else:  # of a virtual rank before the last, whose buckets are packed after backward
-            contributions.leaf_set = leaves
+            contributions.collect(leaves)
             contributions.arm(view, engine.arrivals, step.memory, step.scale, _ignore)
         engine.in_backward = True
         try:
