@@ -244,7 +244,9 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         c10d = C10dTransport(dist.group.WORLD, 20)
         before = open_file_count()
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(free), limits[1]))
+            used = open_files()
+            unused = [file for file in range(max(used) + free + 2) if file not in used]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (unused[free], limits[1]))
         try:
             transport = choose(c10d, "auto")
         finally:
@@ -259,13 +261,6 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
         transport.close()
     return names
-
-
-def lowest_free(number: int) -> int:
-    """A limit under which so many files can be opened."""
-    used = open_files()
-    free = [file for file in range(max(used) + number + 2) if file not in used]
-    return free[number]
 
 
 def test_a_rank_may_run_out_of_files_at_any_moment(ranks: RankPool) -> None:

@@ -56,7 +56,9 @@ def test_the_mean_of_jax_arrays() -> None:
 def test_on_processes(launch: Launch) -> None:
     """Means, arrays from the memory of buckets, operators, and libraries that meet."""
     check_means(launch(WORLD_SIZE, mean_on_rank))
-    check_places(launch(WORLD_SIZE, places_on_rank))
+    for places in launch(WORLD_SIZE, places_on_rank):
+        # Buckets hold leaves of whole multiples of 64 bytes first, and then "scale", of 4 bytes.
+        assert [name for name, shared in places.items() if not shared] == ["bias"]
     check_operators(launch(WORLD_SIZE, operators_on_rank))
     check_mixed(launch(WORLD_SIZE, mixed_on_rank))
 
@@ -119,13 +121,6 @@ def test_virtual_ranks_have_the_bits_of_tensors() -> None:
         for found in fddp.loopback(ranks, mean, jnp.asarray):
             for name, array in found.items():
                 assert array.tobytes() == due[name].tobytes(), name
-
-
-def check_places(results: Any) -> None:
-    """Results are not copied."""
-    for places in results:
-        # Buckets hold leaves of whole multiples of 64 bytes first, and then "scale", of 4 bytes.
-        assert [name for name, shared in places.items() if not shared] == ["bias"]
 
 
 def places_on_rank(group: Any) -> dict[str, bool]:
