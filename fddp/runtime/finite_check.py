@@ -99,7 +99,8 @@ class FiniteCheck:
             or self._program.scale.after(report.total_weight) > MOST_AFTER
         )
         has_sparse = any(bucket.sparse for bucket in self._program.plan.buckets)
-        self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
+        if self._may_have_overflowed or has_sparse:
+            self._results.check_finite()
 
     def _count_unpacked(self, late: Collection[int], source: Contributions) -> None:
         """Count non-finite numbers of sparse and late gradients, which are not packed before the
