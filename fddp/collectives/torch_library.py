@@ -32,6 +32,7 @@ from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native import extension
 from fddp.native.torch_private import (
@@ -181,6 +182,7 @@ def _register(operator: Operator) -> None:
     def found(communicator: int, call: str) -> Call:
         return call_of(operator, communicator_by_id(communicator), call)
 
+    @entrance
     def execute(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
