@@ -37,8 +37,7 @@ def run(step: Step, position: int, wait_soon: bool) -> Any:
     if op.kind == "gather":
         return gather(step, position)
     if op.kind == "unpack":
-        buffer = step.memory(op.bucket)
-        return step.results.unpack(position, op.bucket, buffer, step.after)
+        return unpack(step, position)
     if step.code.hook is not None:
         return launch_hook(step, position, wait_soon)
     tree = step.program.trees.get(position)
@@ -77,6 +76,12 @@ def fail_pack(step: Step, position: int, error: Exception) -> None:
     buffer = step.memory(bucket)
     step.fail(pack_error(step.program, bucket, buffer, step.source, error))
     _write(step, NOTHING, buffer, position)
+
+
+def unpack(step: Step, position: int) -> None:
+    """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
+    bucket = step.program.schedule.ops[position].bucket
+    step.results.unpack(position, bucket, step.memory(bucket), step.after)
 
 
 def launch(step: Step, position: int, wait_soon: bool) -> Work:

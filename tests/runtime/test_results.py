@@ -174,6 +174,7 @@ def test_results_are_freed_without_the_garbage_collector(fault: str) -> None:
 
         def loss_fn(p: Params, x: Tensor) -> Tensor:
             seen.extend(weakref.ref(leaf) for leaf in flatten(p)[0])
+            seen.extend(sync._engine._running.values())  # the step
             hidden = torch.tanh(x @ p["layer0"]["weight"])
             seen.append(weakref.ref(hidden))
             if fault == "error":
@@ -193,7 +194,6 @@ def test_results_are_freed_without_the_garbage_collector(fault: str) -> None:
                     del grads
                 except (ValueError, fddp.NonFiniteError):
                     pass
-                seen.append(sync._engine._current)  # a step
             return [ref() is None for ref in seen]
 
     for dead in fddp.loopback(2, run):

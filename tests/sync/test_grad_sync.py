@@ -83,7 +83,7 @@ def many_gradients(rank: int, world_size: int) -> Any:
     }
     like = {key: rand(17 * int(key[-1]), 3, seed=0, dtype=DTYPES[key[:-1]]) for key in grads}
     with fddp.GradSync(like, bucket_cap_mb=0.001, first_bucket_mb=0.0002) as sync:
-        return sync(grads, weight=1.0 + rank)
+        return sync(grads, weight=(1.0 + rank) / 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -66,10 +66,10 @@ def slow_parts() -> ExitStack:
     """Packing and unpacking pause, too."""
     pack, unpack = operations.pack, operations.unpack
 
-    def packed(step: Any, position: int, raise_error: Any = None) -> None:
+    def packed(step: Any, position: int) -> None:
         is_last = step.program.schedule.ops[position].bucket == step.program.schedule.sequence[-1]
         pause("pack" if is_last else "pack in backward")
-        pack(step, position, raise_error)
+        pack(step, position)
 
     def unpacked(step: Any, position: int) -> None:
         if step.program.schedule.ops[position].bucket == 0:
