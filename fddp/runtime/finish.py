@@ -69,13 +69,10 @@ def finish(step: Step) -> Outcome:
         if not step.is_prepared:
             step.prepare()
         executor.run(Phase.FREE)
-        if step.report is None:  # the sum of regular words
-            assert step.regular is not None
-            step.take_report(step.regular.report)
+        if executor.gives_views:
+            step.take_views()
         report = step.report
         assert report is not None
-        if executor.gives_views:
-            step.take_results(executor.results())
         if not executor.gives_views or 0 in report.users:
             step.results.finish(report.used, step.contributions)
         if step.check is not None:

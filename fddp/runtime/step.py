@@ -343,9 +343,12 @@ class Step:
         """Take the sum of the control words, and the factor on results that follows from it."""
         self.report, self.after = report, after
 
-    def take_results(self, leaves: list[Tensor | None]) -> None:
-        """Take the results of all leaves."""
-        self.leaves = leaves
+    def take_views(self) -> None:
+        """Take slices of the buffers as the results. Their report is that of regular words, if it
+        was read without a call."""
+        self.leaves = self.executor.results()
+        if self.report is None and self.regular is not None:
+            self.report = self.regular.report
 
     def take_states(self, states: Sequence[Any]) -> None:
         """Take the new state of the communication hook."""

@@ -365,7 +365,8 @@ class Engine:
         if self._watch is not None:
             self._watch.append(step)
         report, program = outcome.report, step.program
-        self._note_inputs(step, report)
+        if self.round is not None:
+            self._note_inputs(self.round, step, report)
         if report.order and self.program.control.with_order:
             order = [program.plan.reduced[slot] for slot in report.order]
             self.set_plan(self.terms.rebuilt(program.plan, order))
@@ -376,8 +377,8 @@ class Engine:
     def _on_failure(self, step: Step, error: BaseException) -> None:
         if step.is_orderly:
             dump_on_failure(error)
-            if step.report is not None:
-                self._note_inputs(step, step.report)
+            if self.round is not None and step.report is not None:
+                self._note_inputs(self.round, step, step.report)
             return
         self.recorder.fail()
         dump_on_failure(error, breaks=True)
@@ -388,11 +389,11 @@ class Engine:
         self.transport.note_interrupted_step()
         self.close(reason)
 
-    def _note_inputs(self, step: Step, report: ControlReport) -> None:
+    def _note_inputs(self, turn: Round, step: Step, report: ControlReport) -> None:
         """Note the ranks that have further input; the same on all ranks, also after a failure."""
-        if self.round is not None and step.program.schedule.result != "replicated":
-            self.round.any_next = report.has_next > 0
-            self.round.over = report.has_next == 0
+        if step.program.schedule.result != "replicated":
+            turn.any_next = report.has_next > 0
+            turn.over = report.has_next == 0
 
     def note_backward(self, *, runs: bool) -> None:
         """Note that backward of a step begins to run, or has ended."""

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 
 from fddp.native.buffer_pool import BufferPool
-from fddp.native.executor import Phase
 from fddp.runtime import finish as finish_module
 from fddp.runtime import operations
 from fddp.runtime.step import Step
@@ -174,10 +173,10 @@ class Striker:
 
             return mock.patch.object(operations, name, watched_run)
 
-        send = finish_module.send_word
+        write_word = finish_module.write_word
 
-        def watched_send(step: Step, phase: Phase) -> None:
-            watched(partial(send, step, phase), step, step.program.schedule.control)
+        def watched_write(step: Step) -> Any:
+            return watched(partial(write_word, step), step, step.program.schedule.control)
 
         def watched_acquire(pool: BufferPool, key: Any, *args: Any, **options: Any) -> Any:
             if self._fault.kind.startswith("no bucket memory") and self.engine is not None:
@@ -201,7 +200,9 @@ class Striker:
                 patched.enter_context(only_python())
             for name in ("pack", "launch", "add_repair", "gather", "unpack"):
                 patched.enter_context(watching_operation(name))
-            patched.enter_context(mock.patch.object(finish_module, "send_word", watched_send))
+            patched.callback(finish_module.calls.cache_clear)
+            patched.enter_context(mock.patch.object(finish_module, "write_word", watched_write))
+            finish_module.calls.cache_clear()
             patched.enter_context(mock.patch.object(BufferPool, "acquire", watched_acquire))
             patched.enter_context(mock.patch.object(Transport, "exchange", watched_exchange))
             yield
