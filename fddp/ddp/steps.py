@@ -303,11 +303,11 @@ class Steps:
             case "release":
                 self._release()
             case "raise":
-                error, self._error = self._error, None
+                failure, self._error = self._error, None
                 try:
-                    raise error or InternalError("a step failed without an error")
+                    raise failure or InternalError("a step failed without an error")
                 finally:
-                    del error  # whose traceback refers to this frame
+                    del failure  # whose traceback refers to this frame
             case "raise unfinalized":
                 raise RuntimeError(UNFINALIZED)
             case "raise nothing to finalize":
