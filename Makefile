@@ -16,12 +16,13 @@ BENCH := build/bench
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
+LAG := build/lag/.built
 
 .PHONY: test quick nightly bits mutants lag-mutants demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Four workers, because many tests wait: for processes to start, or for each other. Half of the examples
 # of each property.
-test: lint
+test: lint $(LAG)
 	EXAMPLES=0.5 $(RUN) -m pytest -n 4 --dist worksteal
 
 # Those that start no process and compile nothing, with a quarter of the examples of each property.
@@ -30,7 +31,7 @@ quick: $(INSTALLED)
 
 # What `make test` has a sample of, and ten times as many examples of each property; then all that has
 # a target of its own.
-nightly: $(INSTALLED)
+nightly: $(INSTALLED) $(LAG)
 	EXAMPLES=10 $(RUN) -m pytest -n 2 --dist worksteal --timeout 1800 -m "nightly or hypothesis"
 	$(MAKE) torch-tests chaos disagree sanitize fuzz integrations matrix mutants
 
@@ -134,7 +135,7 @@ bits: $(INSTALLED)
 	mkdir -p build
 	$(RUN) -m tests.bits $(or $(ARGS),record build/bits.json)
 
-# Changes the product in some 170 ways, one after the other, and runs the tests that should fail then.
+# Changes the product in some 700 ways, one after the other, and runs the tests that should fail then.
 # ARGS="--list" prints which test file kills which, ARGS="'pack-*'" runs some of them.
 mutants: $(INSTALLED)
 	$(RUN) -m tests.mutants $(ARGS)
@@ -196,4 +197,9 @@ $(TOOLS): Makefile
 # An editable installation takes Python files as they are; C++ has to be built again.
 $(INSTALLED): $(TOOLS) $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# The device that lags, on which tests run what accelerators run.
+$(LAG): $(INSTALLED) $(wildcard tests/lag/*.cpp tests/lag/*.h) tests/lag/__init__.py
+	$(RUN) -c "from tests import lag; lag.build()"
 	touch $@

@@ -9,6 +9,7 @@ These names are public, and may change between minor versions.
     communicator_of, GroupRegistry, run_operator, Reduction, SUMMABLE_DTYPES
                                 communicators, objects of groups, and a reduction of leaves
     call_site, Site             a line of the caller's code
+    entrance                    a public function, whose errors have short tracebacks
     to_array, to_tensor         conversion of JAX arrays
     exchange, Schema, MappingOf, optional, check_equal
                                 values of all ranks, validated and compared
@@ -31,6 +32,7 @@ from fddp.collectives.communicator import communicator_of
 from fddp.collectives.compiled_calls import Reduction, run_operator
 from fddp.collectives.exchange import exchange
 from fddp.collectives.group_registry import GroupRegistry
+from fddp.core.entrance import entrance
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import dense_strides
 from fddp.core.plan.plan import plan_leaves, summary
@@ -65,9 +67,9 @@ __all__ = [
     "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh", "Operation",
     "ReadyTimes", "Reduction", "Rendezvous", "Scaling", "Schema", "Site", "Span", "StepHandle",
     "StepTimes", "Target", "Timeline", "call_site", "check_equal", "check_paths", "communicator_of",
-    "counted", "dense_strides", "exchange", "find_divergences", "html_table", "is_collective",
-    "leaf_text", "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves",
-    "preset_or_model", "rank_names", "ready_seconds", "replay", "resolve", "resolve_mesh",
-    "run_operator", "size_text", "suggestion", "summary", "to_array", "to_tensor", "tree_flatten",
-    "unit_of", "waits_since",
+    "counted", "dense_strides", "entrance", "exchange", "find_divergences", "html_table",
+    "is_collective", "leaf_text", "mirrored", "optimal_plan", "optional", "plain_table",
+    "plan_leaves", "preset_or_model", "rank_names", "ready_seconds", "replay", "resolve",
+    "resolve_mesh", "run_operator", "size_text", "suggestion", "summary", "to_array", "to_tensor",
+    "tree_flatten", "unit_of", "waits_since",
 ]  # fmt: skip

@@ -22,7 +22,8 @@ from torch import Tensor
 from fddp.collectives.calls import Call
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import GIVES_ROWS, TAKES_ROWS
-from fddp.native.operands import first_without_memory, have_derivatives
+from fddp.core.entrance import entrance
+from fddp.native import extension
 from fddp.native.torch_private import are_functorch_transforms_active, dispatch_depth
 from fddp.native.untraced import untraced
 
@@ -55,6 +56,7 @@ class FddpLinear(_Operator):
         return tuple(run(call, leaves))
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
@@ -84,6 +86,7 @@ class FddpMaximum(_Operator):
         ctx.save_for_forward(*shares)
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
@@ -110,6 +113,7 @@ class FddpMeanOnBackward(_Operator):
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
+    @entrance
     @untraced()
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         averaging = ctx.call.derived(ctx.call.program.averaging, "backward")
@@ -179,8 +183,8 @@ def has_rules(leaves: Sequence[Any]) -> bool:
     """Return True if the leaves need autograd or functorch rules and are not just plain tensors."""
     return (
         are_functorch_transforms_active()
-        or have_derivatives(leaves, graphs=torch.is_grad_enabled())
-        or first_without_memory(leaves) >= 0
+        or extension.compiled.have_derivatives(leaves, torch.is_grad_enabled())
+        or extension.compiled.first_without_memory(leaves) >= 0
     )
 
 

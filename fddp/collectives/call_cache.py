@@ -1,15 +1,15 @@
-"""Cache of operator programs and flattened trees, by call site."""
+"""Preparation of calls: validated arguments, flattened trees, and the programs kept for them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from operator import index
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fddp.collectives.communicator import Communicator
-from fddp.collectives.group_position import OperatorArgs, checked_root
 from fddp.collectives.operator_program import (
     GIVES_ROWS,
     TAKES_ROWS,
@@ -22,12 +22,18 @@ from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
-from fddp.native.operands import Operands, operands
+from fddp.native.operands import operands
 from fddp.telemetry.call_site import Site
 from fddp.transport.operation import SUMMABLE_DTYPES
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
 from fddp.tree.pytree import TreeDef, flatten
+
+if TYPE_CHECKING:
+    from fddp._C import Operands
+CalledOperator: TypeAlias = Operator | Literal["sync_on_backward"]
+
+_MOST_KNOWN = 256  # call sites, and programs, of one communicator
 
 
 class CallSpec(NamedTuple):
@@ -41,144 +47,176 @@ class CallSpec(NamedTuple):
         tiled: True if ranks are concatenated along the first axis instead of a new one.
     """
 
-    operator: Operator | Literal["sync_on_backward"]
+    operator: CalledOperator
     place: GroupPosition
     root: int = -1
     plan: BucketPlan | None = None
     tiled: bool = False
 
 
-class FlattenedCall(NamedTuple):
-    """A flattened tree and its program.
+class KnownCall(NamedTuple):
+    """Program of the last call at a call site.
 
     Attributes:
-        leaves: leaves that are not None, in canonical order.
-        entry: cache entry of such trees.
-        treedef: the tree without its leaves.
-    """
-
-    leaves: list[Tensor]
-    entry: CacheEntry
-    treedef: TreeDef
-
-    def rebuilt(self, results: Sequence[Tensor]) -> Any:
-        """A tree of the same structure with other leaves."""
-        present, results = self.entry.present, untiled(self.entry.call, results)
-        if present is None:
-            return self.treedef.unflatten(results)
-        whole: list[Tensor | None] = [None] * len(self.treedef.paths)
-        for position, result in zip(present, results, strict=True):
-            whole[position] = result
-        return self.treedef.unflatten(whole)
-
-
-class CacheEntry(NamedTuple):
-    """Cached results for one call site.
-
-    Attributes:
-        call: arguments of the last call there.
+        spec: arguments of the call.
         paths: paths of the tree.
         present: positions of the leaves that are not None; None if all leaves are present.
         program: the program for the leaves.
         operands: metadata of the leaves.
     """
 
-    call: CallSpec
+    spec: CallSpec
     paths: tuple[str, ...]
     present: tuple[int, ...] | None
     program: OperatorProgram
     operands: Operands
 
+    def rebuilt(self, treedef: TreeDef, results: Sequence[Tensor]) -> Any:
+        """The tree of the call with other leaves."""
+        if self.spec.tiled:
+            results = untiled(self.spec, results)
+        if self.present is None:
+            return treedef.unflatten(results)
+        whole: list[Tensor | None] = [None] * len(self.paths)
+        for position, result in zip(self.present, results, strict=True):
+            whole[position] = result
+        return treedef.unflatten(whole)
 
-def checked_spec(args: OperatorArgs, place: GroupPosition) -> CallSpec:
+
+class CallCache:
+    """Calls that a communicator has run, and their programs.
+
+    Attributes:
+        cap_bytes: size at which a bucket is closed.
+        by_site: the last call at each call site, by its instruction.
+        programs: programs by arguments and leaves; several call sites may share one.
+    """
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_bytes = cap_bytes
+        self.by_site: dict[tuple[CodeType, int], KnownCall] = {}
+        self.programs: dict[Any, OperatorProgram] = {}
+
+    def prepare(
+        self, spec: CallSpec, tree: Any, site: Site
+    ) -> tuple[list[Tensor], TreeDef, KnownCall]:
+        """Flatten a tree, and look up or build the program for its leaves.
+
+        Returns:
+            The leaves that are not None, in canonical order, the tree without leaves, and the call.
+
+        Raises:
+            TypeError: a leaf is not a tensor, or the operator does not support its dtype.
+            ValueError: a leaf's shape does not fit the operator.
+            PlanMismatchError: the plan is for another tree.
+        """
+        key = (site.code, site.instruction)
+        leaves, treedef = adapted(*flatten(tree), "tree")
+        paths = treedef.paths
+        if spec.tiled:
+            leaves = tiles(spec, leaves, paths)
+        known = self.by_site.get(key)
+        if (
+            known is None
+            or known.spec != spec
+            or known.paths is not paths
+            or not known.operands.matches(leaves)
+        ):
+            _make_room(self.by_site)
+            known = self.by_site[key] = self._known(spec, leaves, paths)
+        if known.present is not None:
+            leaves = [leaves[k] for k in known.present]
+        return leaves, treedef, known
+
+    def _known(self, spec: CallSpec, leaves: Sequence[Any], paths: tuple[str, ...]) -> KnownCall:
+        present = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
+        own = [leaves[k] for k in present]
+        key = (spec, paths, present, tuple(map(_form, own)))
+        program = self.programs.get(key)
+        if program is None:
+            program = program_of(self.cap_bytes, spec, paths, present, own)
+            _make_room(self.programs)
+            self.programs[key] = program
+        is_whole = len(present) == len(leaves)
+        return KnownCall(spec, paths, None if is_whole else present, program, operands(leaves))
+
+    def clear(self) -> None:
+        """Forget all calls and programs."""
+        self.by_site.clear()
+        self.programs.clear()
+
+
+def _make_room(cache: dict[Any, Any]) -> None:
+    if len(cache) >= _MOST_KNOWN:
+        cache.clear()
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    return (leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+
+
+def checked_spec(
+    operator: CalledOperator, place: GroupPosition, plan: Any, root: Any, tiled: bool
+) -> CallSpec:
     """Validate the caller's arguments.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
     """
-    operator, plan = args.operator, args.plan
     if plan is not None and not isinstance(plan, BucketPlan):
         raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
-    root = checked_root(args.root, place) if operator == "broadcast_from" else -1
-    return CallSpec(operator, place, root, plan, args.tiled)
+    number = _checked_root(root, place) if operator == "broadcast_from" else -1
+    return CallSpec(operator, place, number, plan, tiled)
 
 
-def flatten_call(
-    communicator: Communicator, call: CallSpec, tree: Any, site: Site
-) -> FlattenedCall:
-    """Flatten a tree, and look up or build the program for its leaves.
-
-    Raises:
-        TypeError: a leaf is not a tensor, or the operator does not support its dtype.
-        ValueError: a leaf's shape does not fit the operator.
-        PlanMismatchError: the plan is for another tree.
-    """
-    patterns: dict[Any, CacheEntry] = communicator.known.setdefault("patterns", {})
-    key = (site.code, site.instruction)
-    entry = patterns.get(key)
-    leaves, treedef = adapted(*flatten(tree), "tree")
-    leaves = tiles(call, leaves, treedef.paths)
-    if (
-        entry is not None
-        and entry.call == call
-        and entry.paths is treedef.paths
-        and entry.operands.matches(leaves)
-    ):
-        return FlattenedCall(_select(leaves, entry.present), entry, treedef)
-    if len(patterns) >= _MOST_PATTERNS:
-        patterns.clear()
-    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef)
-    return FlattenedCall(_select(leaves, found.present), found, treedef)
+def _checked_root(root: Any, place: GroupPosition) -> int:
+    """`root` of `broadcast_from` as an int."""
+    if isinstance(root, Tensor):
+        raise TypeError(
+            "broadcast_from: root must be an int that all ranks know, got a tensor; a root can't "
+            "be batched by vmap"
+        )
+    if isinstance(root, bool) or not hasattr(root, "__index__"):
+        raise TypeError(f"broadcast_from: root must be an int, got {root!r}")
+    number = index(root)
+    if not 0 <= number < place.size:
+        raise ValueError(
+            f"broadcast_from: root={number} is out of range; {place.size} ranks meet, numbered "
+            f"from 0"
+        )
+    return number
 
 
-def _cache_entry(
-    communicator: Communicator,
-    call: CallSpec,
-    leaves: Sequence[Any],
-    treedef: TreeDef,
-) -> CacheEntry:
-    there = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
-    own = [leaves[k] for k in there]
-    key = (call, treedef.paths, there, tuple(_key(leaf) for leaf in own))
-    program = communicator.cached(
-        "programs", key, lambda: program_of(communicator, call, treedef.paths, there, own)
-    )
-    present = None if len(there) == len(leaves) else there
-    return CacheEntry(call, treedef.paths, present, program, operands(leaves))
-
-
-def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
+def tiles(spec: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
     """Leaves of a `tiled` call. For operators of `TAKES_ROWS` the first axis is split by rank.
 
     Raises:
         ValueError: a leaf is a scalar, or can't be split into equal parts.
     """
-    if not call.tiled:
+    if not spec.tiled:
         return leaves
-    n = call.place.size if call.operator in TAKES_ROWS else 1
+    n = spec.place.size if spec.operator in TAKES_ROWS else 1
     tiled = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, Tensor):
             if leaf.dim() == 0 or leaf.shape[0] % n:
                 raise ValueError(
-                    f"{call.operator}: {leaf_text(path)} of shape {tuple(leaf.shape)} can't be cut "
+                    f"{spec.operator}: {leaf_text(path)} of shape {tuple(leaf.shape)} can't be cut "
                     f"into {n} equal parts along its first axis; pad it, or leave tiled=True out"
                 )
-            if call.operator in TAKES_ROWS:
+            if spec.operator in TAKES_ROWS:
                 leaf = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
         tiled.append(leaf)
     return tiled
 
 
-def untiled(call: CallSpec, results: Sequence[Tensor]) -> Sequence[Tensor]:
+def untiled(spec: CallSpec, results: Sequence[Tensor]) -> Sequence[Tensor]:
     """Results of a call, where `tiled` concatenates ranks along the first axis."""
-    if call.tiled and call.operator in GIVES_ROWS:
+    if spec.tiled and spec.operator in GIVES_ROWS:
         return [result.flatten(0, 1) for result in results]
     return results
-
-
-def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
-    return leaves if present is None else [leaves[k] for k in present]
 
 
 # Dtypes that `torch.amax` supports on every device.
@@ -191,18 +229,10 @@ _TAKEN: dict[str, tuple[Collection[torch.dtype], str]] = {
     "pmax": (_COMPARED, "for which torch.amax is not implemented"),
 }
 
-_MOST_PATTERNS = 256
-
-
-def _key(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return type(leaf)
-    return (leaf.shape, leaf.dtype, leaf.device, leaf.layout)
-
 
 def program_of(
-    communicator: Communicator,
-    call: CallSpec,
+    cap_bytes: int,
+    spec: CallSpec,
     paths: Sequence[str],
     present: Sequence[int],
     leaves: Sequence[Any],
@@ -210,21 +240,21 @@ def program_of(
     """The program for `leaves`, which are at the positions `present` of the tree's `paths`."""
     own_paths = [paths[k] for k in present]
     for path, leaf in zip(own_paths, leaves, strict=True):
-        _check(call, path, leaf)
-    specs = [spec._replace(strides=None) for spec in leaf_specs(own_paths, leaves)]
-    units = tuple(_unit(call, spec) for spec in specs)
+        _check(spec, path, leaf)
+    whole = [leaf._replace(strides=None) for leaf in leaf_specs(own_paths, leaves)]
+    units = tuple(_unit(spec, leaf) for leaf in whole)
     devices = tuple(leaf.device for leaf in leaves)
-    buckets = bucketed(units, devices, communicator.cap_bytes)
-    if call.plan is not None:
-        buckets = _planned(call.plan, present, specs, buckets)
-    operator = "pmean" if call.operator == "sync_on_backward" else call.operator
+    buckets = bucketed(units, devices, cap_bytes)
+    if spec.plan is not None:
+        buckets = _planned(spec.plan, present, whole, buckets)
+    operator = "pmean" if spec.operator == "sync_on_backward" else spec.operator
     return OperatorProgram(
-        operator, call.place, call.root, units, devices, buckets, tiled=call.tiled
+        operator, spec.place, spec.root, units, devices, buckets, tiled=spec.tiled
     )
 
 
-def _check(call: CallSpec, path: str, leaf: Any) -> None:
-    operator = call.operator
+def _check(spec: CallSpec, path: str, leaf: Any) -> None:
+    operator = spec.operator
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{operator}: {leaf_text(path)} is {type(leaf).__name__}; it takes dense tensors and "
@@ -256,16 +286,16 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
         )
 
 
-def _unit(call: CallSpec, spec: LeafSpec) -> LeafSpec:
-    if call.operator not in TAKES_ROWS:
-        return spec
-    n = call.place.size
-    if not spec.shape or spec.shape[0] != n:
+def _unit(spec: CallSpec, leaf: LeafSpec) -> LeafSpec:
+    if spec.operator not in TAKES_ROWS:
+        return leaf
+    n = spec.place.size
+    if not leaf.shape or leaf.shape[0] != n:
         raise ValueError(
-            f"{call.operator}: {leaf_text(spec.path)} of shape {spec.shape} needs a leading axis "
+            f"{spec.operator}: {leaf_text(leaf.path)} of shape {leaf.shape} needs a leading axis "
             f"of {n}, one slice for each rank; pass tiled=True to cut a longer one into {n} parts"
         )
-    return spec._replace(shape=spec.shape[1:])
+    return leaf._replace(shape=leaf.shape[1:])
 
 
 def _planned(

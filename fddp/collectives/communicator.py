@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fddp.collectives.call_cache import CallCache
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
+from fddp.core.entrance import entrance
 from fddp.core.plan.defaults import CAP_MB, MIB, timeout_error
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
@@ -73,6 +75,7 @@ class Communicator:
         belongs_to: weak reference to the group whose communicator this is; None if a caller created
             it.
         cap_bytes: `bucket_cap_mb` in bytes.
+        calls: calls of operators, and their programs.
         recorder: flight recorder of the operators.
 
     Raises:
@@ -91,6 +94,7 @@ class Communicator:
 
     title = "Communicator"
 
+    @entrance
     def __init__(
         self,
         group: Group | None = None,
@@ -109,7 +113,8 @@ class Communicator:
         self.number = next(_numbers)
         self.label = str(self.number)  # tracers treat text as a constant, but not integers
         self.lock = threading.RLock()
-        self.known: dict[Any, Any] = {}  # caches of operators; see `call_cache.py`
+        self.calls = CallCache(self.cap_bytes)
+        self.known: dict[str, dict[Any, Any]] = {}  # see `cached`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
         self._handshakes: dict[GroupPosition, int] = {}
@@ -189,6 +194,7 @@ class Communicator:
     def close(self) -> None:
         """Close connections and release memory. Idempotent."""
         self._was_closed()
+        self.calls.clear()
         self.known.clear()
         self.pool.clear()
         self.transport.close()

@@ -15,27 +15,36 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.autograd import apply_rules
-from fddp.collectives.call_cache import checked_spec, program_of, tiles, untiled
+from fddp.collectives.call_cache import CalledOperator, checked_spec, program_of, tiles, untiled
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
-from fddp.collectives.group_position import OperatorArgs, resolve_communicator
+from fddp.collectives.group_position import Axis, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
 from fddp.native.torch_private import extract_stack
 from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import is_inside
-from fddp.transport import LoopbackGroup
+from fddp.transport import Group, LoopbackGroup
+from fddp.transport.mesh import Mesh
 from fddp.tree.pytree import flatten
 
 
-def operate(args: OperatorArgs, tree: Any) -> Any:
+def operate(
+    operator: CalledOperator,
+    tree: Any,
+    group: Group | Communicator | None,
+    mesh: Mesh | None,
+    axis: Axis,
+    plan: BucketPlan | None,
+    root: Any,
+    tiled: bool,
+) -> Any:
     """Run an operator in code that dynamo can trace."""
-    group = args.group
-    label = group.label if isinstance(group, Communicator) else _open(group, args.mesh)
+    label = group.label if isinstance(group, Communicator) else _open(group, mesh)
     _prepare()
     leaves, treedef = flatten(tree)
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
-    plan_text = None if args.plan is None else _plan_text(args.plan)
-    arguments = (args.operator, label, args.axis, args.root, args.tiled, plan_text)
+    plan_text = None if plan is None else _plan_text(plan)
+    arguments = (operator, label, axis, root, tiled, plan_text)
     leaves_of = (treedef.paths, tuple(present), _traced_site())
     results = _in_graph(arguments, *leaves_of, *[leaves[k] for k in present])
     whole: list[Any] = [None] * len(leaves)
@@ -95,10 +104,9 @@ def _in_graph(
     communicator, place = resolve_communicator(operator, communicator, None, axis)
     try:
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
-        args = OperatorArgs(operator, communicator, None, axis, plan, root, tiled)
-        spec = checked_spec(args, place)
+        spec = checked_spec(operator, place, plan, root, tiled)
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
-        program = program_of(communicator, spec, paths, present, [*map(_example, leaves)])
+        program = program_of(communicator.cap_bytes, spec, paths, present, [*map(_example, leaves)])
     except Exception as error:
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     record = CallRecord(site)

@@ -18,7 +18,7 @@ from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
 from fddp.core.text import leaf_text
 from fddp.errors import FddpError
-from fddp.native.operands import first_without_memory
+from fddp.native import extension
 from fddp.native.pack import pack_, slices
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
@@ -43,12 +43,14 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with inference, grad, call.communicator.lock:
-        if first_without_memory(leaves) >= 0:
+        if extension.compiled.first_without_memory(leaves) >= 0:
             # Forward mode creates zero tensors without memory.
             leaves = [None if leaf is None or leaf._is_zerotensor() else leaf for leaf in leaves]
-            position = first_without_memory(leaves)
+            position = extension.compiled.first_without_memory(leaves)
             if position >= 0:
                 _refuse(call, leaves[position], position)
+        if call.program.place.size == 1:
+            return _copied(call, leaves)
         try:
             return _run(call, leaves)
         except FddpError as error:
@@ -114,6 +116,17 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             results[k] = result
         pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     entry.note_done()
+    return results  # type: ignore[return-value]  # each unit is in one bucket
+
+
+def _copied(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """Results on one rank alone, which meets no other: copies, without a collective."""
+    results: list[Tensor | None] = [None] * len(leaves)
+    for fused in call.program.fused_buckets:
+        buffer = _pack(call, fused, leaves)
+        for k, result in zip(fused.members, _take(call, fused, buffer), strict=True):
+            results[k] = result
+        call.communicator.pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     return results  # type: ignore[return-value]  # each unit is in one bucket
 
 

@@ -15,17 +15,18 @@ averages cotangents, which turns local losses into the gradient of their mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fddp.collectives import dynamo, handshake
 from fddp.collectives.autograd import apply_rules, has_rules, run
-from fddp.collectives.call_cache import checked_spec, flatten_call
+from fddp.collectives.call_cache import CalledOperator, checked_spec
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
-from fddp.collectives.group_position import Axis, OperatorArgs, resolve_communicator
+from fddp.collectives.group_position import Axis, resolve_communicator
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
@@ -34,6 +35,7 @@ from fddp.transport.mesh import Mesh
 Tree = TypeVar("Tree")
 
 
+@entrance
 def pmean(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -75,9 +77,10 @@ def pmean(
         >>> fddp.loopback(2, f)
         [(2.25, 3.0), (2.25, 3.0)]
     """
-    return _operate(OperatorArgs("pmean", group, mesh, axis, plan), tree)
+    return _operate("pmean", tree, group, mesh, axis, plan)
 
 
+@entrance
 def psum(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -95,9 +98,10 @@ def psum(
         >>> fddp.loopback(2, lambda group: fddp.psum(torch.tensor(3 + group.rank), group).item())
         [7, 7]
     """
-    return _operate(OperatorArgs("psum", group, mesh, axis, plan), tree)
+    return _operate("psum", tree, group, mesh, axis, plan)
 
 
+@entrance
 def all_gather(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -126,9 +130,10 @@ def all_gather(
         >>> fddp.loopback(2, lambda g: fddp.all_gather(torch.tensor(g.rank), g).tolist())
         [[0, 1], [0, 1]]
     """
-    return _operate(OperatorArgs("all_gather", group, mesh, axis, plan, tiled=tiled), tree)
+    return _operate("all_gather", tree, group, mesh, axis, plan, tiled=tiled)
 
 
+@entrance
 def reduce_scatter(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -160,9 +165,10 @@ def reduce_scatter(
         >>> fddp.loopback(2, f)
         [2.0, 20.0]
     """
-    return _operate(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
+    return _operate("reduce_scatter", tree, group, mesh, axis, plan, tiled=tiled)
 
 
+@entrance
 def all_to_all(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -195,9 +201,10 @@ def all_to_all(
         >>> fddp.loopback(2, f)
         [[0, 10], [1, 11]]
     """
-    return _operate(OperatorArgs("all_to_all", group, mesh, axis, plan, tiled=tiled), tree)
+    return _operate("all_to_all", tree, group, mesh, axis, plan, tiled=tiled)
 
 
+@entrance
 def broadcast_from(
     tree: Tree,
     root: int,
@@ -225,9 +232,10 @@ def broadcast_from(
         >>> fddp.loopback(2, lambda group: fddp.broadcast_from(torch.tensor(group.rank), 1, group))
         [tensor(1), tensor(1)]
     """
-    return _operate(OperatorArgs("broadcast_from", group, mesh, axis, plan, root=root), tree)
+    return _operate("broadcast_from", tree, group, mesh, axis, plan, root=root)
 
 
+@entrance
 def pmax(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -253,9 +261,10 @@ def pmax(
         >>> fddp.loopback(2, lambda group: fddp.pmax(torch.tensor(group.rank), group).item())
         [1, 1]
     """
-    return _operate(OperatorArgs("pmax", group, mesh, axis, plan), tree)
+    return _operate("pmax", tree, group, mesh, axis, plan)
 
 
+@entrance
 def sync_on_backward(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -290,25 +299,35 @@ def sync_on_backward(
         >>> fddp.loopback(2, f)
         [0.5, 0.5]
     """
-    return _operate(OperatorArgs("sync_on_backward", group, mesh, axis, plan), tree)
+    return _operate("sync_on_backward", tree, group, mesh, axis, plan)
 
 
-def _operate(args: OperatorArgs, tree: Tree) -> Tree:
+def _operate(
+    operator: CalledOperator,
+    tree: Tree,
+    group: Group | Communicator | None,
+    mesh: Mesh | None,
+    axis: Axis,
+    plan: BucketPlan | None,
+    root: Any = None,
+    tiled: bool = False,
+) -> Tree:
     """Validate arguments, flatten the tree, and run the operator. An error of the arguments is
     reported to all ranks that take part."""
     if is_dynamo_compiling():
-        return dynamo.operate(args, tree)  # type: ignore[no-any-return]
-    operator, site = args.operator, call_site()
-    communicator, place = resolve_communicator(operator, args.group, args.mesh, args.axis, site)
+        traced: Tree = dynamo.operate(operator, tree, group, mesh, axis, plan, root, tiled)
+        return traced
+    site = call_site()
+    communicator, place = resolve_communicator(operator, group, mesh, axis, site)
     backward_only = operator == "sync_on_backward"
     try:
-        spec = checked_spec(args, place)
-        flattened = flatten_call(communicator, spec, tree, site)
+        spec = checked_spec(operator, place, plan, root, tiled)
+        leaves, treedef, known = communicator.calls.prepare(spec, tree, site)
     except Exception as error:
         if backward_only:
             raise  # no rank waits
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    call, leaves = Call(communicator, flattened.entry.program, CallRecord(site)), flattened.leaves
+    call = Call(communicator, known.program, CallRecord(site))
     if has_rules(leaves):
         if backward_only:
             call.record.number = communicator.next_call_number(place)
@@ -319,5 +338,5 @@ def _operate(args: OperatorArgs, tree: Tree) -> Tree:
         results = run(call, leaves)
         if operator == "pmax":
             results = [rows.amax(0) for rows in results]
-    rebuilt: Tree = flattened.rebuilt(results)
+    rebuilt: Tree = known.rebuilt(treedef, results)
     return rebuilt

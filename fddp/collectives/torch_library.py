@@ -32,8 +32,9 @@ from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
-from fddp.native.operands import have_derivatives
+from fddp.native import extension
 from fddp.native.torch_private import (
     SingleLevelFunction,
     are_functorch_transforms_active,
@@ -181,6 +182,7 @@ def _register(operator: Operator) -> None:
     def found(communicator: int, call: str) -> Call:
         return call_of(operator, communicator_by_id(communicator), call)
 
+    @entrance
     def execute(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
@@ -200,7 +202,7 @@ def _register(operator: Operator) -> None:
     ) -> list[Tensor]:
         own = [leaf for leaf in leaves if leaf is not None]
         is_transformed = are_functorch_transforms_active()
-        if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
+        if is_transformed or extension.compiled.have_derivatives(own, torch.is_grad_enabled()):
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]

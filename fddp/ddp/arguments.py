@@ -33,7 +33,7 @@ STATIC_FINDS_UNUSED = (
     "find_unused_parameters=true"
 )
 
-_TO_CALLER = 4  # frames from a warning to the call of the constructor
+_TO_CALLER = 5  # frames from a warning to the call of the constructor
 
 # Attributes of the wrapper with the values of the arguments.
 AS_GIVEN = (

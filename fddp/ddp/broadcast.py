@@ -14,7 +14,7 @@ from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import MappingOf
 from fddp.ddp.torch_private import preserve_version_counter
 from fddp.errors import DesyncError, FddpError, PlanMismatchError
-from fddp.native.pack import storage_use_count
+from fddp.native import extension
 from fddp.runtime.agreement import exchange
 from fddp.transport import Transport
 
@@ -85,7 +85,7 @@ def broadcast_buffers(
 def _is_held(buffer: Tensor, own: Tensor) -> bool:
     """Return True if a graph refers to the memory, beside Python and the alias `own`."""
     in_graph = buffer._use_count() > 1  # type: ignore[attr-defined]
-    return bool(in_graph) or storage_use_count(own) > 2
+    return bool(in_graph) or extension.compiled.storage_use_count(own) > 2
 
 
 def _is_shared(module: Module, own: Tensor) -> bool:

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fddp.core.entrance import entrance
 from fddp.ddp.forward_passes import ForwardPasses
 from fddp.ddp.steps import Steps
 
 
 @contextmanager
+@entrance
 def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]:
     """Mark one step of a wrapped module; see `DistributedDataParallel.in_step`."""
     settings = steps.settings

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from fddp.core.entrance import entrance
 from fddp.ddp.forward_passes import ForwardPasses
 from fddp.ddp.joiner import CountedHere, Joiner, last_rank
 from fddp.ddp.steps import Steps
@@ -77,6 +78,7 @@ class ModuleJoin(Join):
         # It is never the "first" joinable, for which torch would count.
         ddp._join_config = CountedHere(enable, throw_on_early_termination, False)
 
+    @entrance
     def __exit__(
         self,
         type: type[BaseException] | None,

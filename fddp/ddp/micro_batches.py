@@ -132,7 +132,7 @@ def _new_sums(engine: Engine, leaves: Sequence[Tensor]) -> VirtualSums:
     devices = Devices()
     for bucket in engine.program.buckets:
         devices[bucket.device] = leaves[bucket.leaves[0]].device
-    return VirtualSums(engine.program, engine._pool, engine.scale, devices)
+    return VirtualSums(engine.program, engine._pool, devices)
 
 
 def _wrong_number(engine: Engine, found: str) -> str:

@@ -33,7 +33,7 @@ _HIDDEN = (
     "averages gradients as usual, but torch.autograd.grad for parameters returns this rank's own "
     "without an error; return the tensors themselves, or use fddp.GradSync"
 )
-_TO_CALLER = 7  # frames from the warning to the call of the module
+_TO_CALLER = 8  # frames from the warning to the call of the module
 
 
 def find_tensors(output: Any) -> list[Tensor]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fddp.ddp.request import ModuleRequest
-from fddp.native.autograd_leaves import add_to_context, param_set
-from fddp.native.backward_watch import BackwardWatch
+from fddp.native import extension
 from fddp.native.torch_private import will_engine_execute_node
 from fddp.runtime.contributions import TreeContributions
 from fddp.runtime.step import Step
 from fddp.tree.pytree import flatten
+
+if TYPE_CHECKING:
+    from fddp._C import BackwardWatch
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class HookedParameters:
     ) -> None:
         self.leaves, treedef = flatten(dict(request.params))
         self.names = treedef.paths
-        self.hooks = param_set(self.leaves, watch)
+        self.hooks = extension.compiled.ParamSet(self.leaves, watch)
         self.hooks.count_undefined(undefined_counts)
         # Those of a virtual rank's pass would see a part of the sum.
         self.hooks.leave_out_hooks(request.options.arguments.virtual_ranks is not None)
@@ -56,7 +59,7 @@ class HookedParameters:
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
 
-    def assign(self, results: Sequence[Tensor | None]) -> None:
+    def assign(self, results: list[Tensor | None]) -> None:
         """Write the results of a step to `.grad`. None keeps the gradient from before the step.
 
         With `gradient_as_bucket_view`, they replace gradients that were there before.
@@ -107,7 +110,7 @@ class HookedParameters:
                     new.append((param, result))
                 elif result is not None and grad is not None:
                     grad.copy_(result)
-            add_to_context(context, new)
+            extension.compiled.add_to_context(context, new)
 
         return write
 

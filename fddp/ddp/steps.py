@@ -28,7 +28,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.lifecycle import (
     BETWEEN,
@@ -71,19 +72,11 @@ from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import DesyncError, InternalError, TransformError
 from fddp.hooks import Hook
 from fddp.hooks import cast as cast_hook
-from fddp.native.backward_watch import (
-    OUTPUT_REACHED,
-    PASS_ABORTED,
-    backward_watch,
-    has_explicit_inputs,
-    is_compiled_backward,
-)
-from fddp.native.profiling import is_profiled
+from fddp.native import extension
 from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
-from fddp.runtime.step import Step
-from fddp.runtime.step_context import Outcome
+from fddp.runtime.step import Outcome, Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
@@ -160,7 +153,7 @@ class Steps:
         self._group = group
         self._watch = watch
         self._reports = LocalGradientReports(options.arguments.local_gradients)
-        self.passes = backward_watch(
+        self.passes = extension.compiled.BackwardWatch(
             self, settings, self.lock, weak_callback(self.on_output_grad), self._reports
         )
         self.passes.report_local(self._reports.is_on)
@@ -175,7 +168,7 @@ class Steps:
         self._begun_s = 0.0  # time of the first gradient, on the clock of `perf_counter`
         self._ended_s: float | None = None  # when backward ended, if `finalize` closes the step
         self._arrived: int | None = None  # number of gradients when the last bucket was sent early
-        self._assign: Callable[[Sequence[Tensor | None]], None] | None = None  # writes results
+        self._assign: Callable[[list[Tensor | None]], None] | None = None  # writes results
         self._here: frozenset[str] = frozenset()  # names of the parameters used on this rank
         self._outcome: Outcome | None = None
         self._follow()
@@ -233,12 +226,12 @@ class Steps:
 
     def _note_news(self, news: int) -> None:
         """Note what `passes` has done without a call."""
-        if news & OUTPUT_REACHED:
+        if news & extension.compiled.OUTPUT_REACHED:
             if self.trace is not None:
                 self.trace.append("output reached")
             self._life, _ = advance(self._life, "output reached")  # the end is queued
             self._follows = (True, True)
-        if news & PASS_ABORTED:
+        if news & extension.compiled.PASS_ABORTED:
             self._follows = None
             is_on_cpu = all(leaf.is_cpu for leaf in self.parameters.leaves)
             is_late = not (is_on_cpu or self.settings.in_step)
@@ -310,11 +303,11 @@ class Steps:
             case "release":
                 self._release()
             case "raise":
-                failure, self._error = self._error, None
+                raised, self._error = self._error, None
                 try:
-                    raise failure or InternalError("a step failed without an error")
+                    raise raised or InternalError("a step failed without an error")
                 finally:
-                    del failure  # whose traceback refers to this frame
+                    del raised  # whose traceback refers to this frame
             case "raise unfinalized":
                 raise RuntimeError(UNFINALIZED)
             case "raise nothing to finalize":
@@ -368,7 +361,7 @@ class Steps:
     def on_output_grad(self) -> None:
         """Take a backward pass that has reached an output, or leave it alone.
 
-        `passes` takes it without this call if it is sure to; see `backward_watch`.
+        `passes` takes it without this call if it is sure to; see `BackwardWatch`.
 
         Raises:
             TransformError: the pass would leave parameters with this rank's own gradients.
@@ -378,9 +371,9 @@ class Steps:
             if not self._takes_pass() or self.is_stopped:
                 return
             self.check_finalized()
-            if is_compiled_backward():
+            if extension.compiled.is_compiled_backward():
                 raise TransformError(_COMPILED)
-            has_inputs = has_explicit_inputs()
+            has_inputs = extension.compiled.has_explicit_inputs()
             if has_inputs and self.parameters.are_captured():
                 raise TransformError(_CAPTURED)
             self.settle()
@@ -420,6 +413,7 @@ class Steps:
             finally:
                 self._follow()
 
+    @entrance
     def finish(self) -> None:
         """End the step at the end of backward, or leave that to `finalize`.
 
@@ -442,7 +436,8 @@ class Steps:
     def _close(self, event: Event) -> None:
         """Note an event that closes the step. Log its error."""
         # The lock is entered again if nobody profiles, which has no effect.
-        with torch.profiler.record_function("fddp.finish") if is_profiled() else self.lock:
+        profiled = extension.compiled.is_profiled()
+        with torch.profiler.record_function("fddp.finish") if profiled else self.lock:
             try:
                 self._note_on_streams(event)
             except BaseException as error:
@@ -608,7 +603,7 @@ class Steps:
             return "open failed"
         if action == "open":
             engine.note_backward(runs=True)
-            if self.step.bound_hook is not None:
+            if self.step.code.hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
                 engine.transport.enter_step(None)
             self._assign = self.parameters.assign
@@ -662,7 +657,7 @@ class Steps:
             step.program,
             weight=1.0,
             accumulated=None,
-            idle=step.context.idle,
+            idle=step.idle,
             aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
             packs_early=not arguments.lazy_bucket_allocation,
         )
@@ -731,9 +726,9 @@ class Steps:
         self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
         if step.record_time:
             backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
-            idle = step.context.idle - set(report.late)
+            idle = step.idle - set(report.late)
             self.recorder.record(
-                make_info(step, outcome, backward_s, begun_s=self.recorder.forward_start_s),
+                make_info(outcome, backward_s, begun_s=self.recorder.forward_start_s),
                 program.plan,
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import Timeline
 from fddp.ddp import finalization
@@ -58,7 +59,7 @@ from fddp.ddp.steps import Steps
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
-from fddp.native.profiling import is_profiled
+from fddp.native import extension
 from fddp.native.untraced import untraced
 from fddp.runtime.nonfinite import Policy
 from fddp.telemetry.step_info import SyncInfo
@@ -151,6 +152,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     gradient_as_bucket_view: bool
     static_graph: bool
 
+    @entrance
     def __init__(
         self,
         module: Module,
@@ -274,6 +276,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     # Forward
 
     # Dynamo compiles the module, and not the code of the wrapper.
+    @entrance
     @untraced(_COMPILE_MODULE, callees=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output. Backward passes through it synchronise gradients.
@@ -281,7 +284,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Within a transform of `torch.func`, and under `functional_call` with other tensors, nothing
         is communicated and gradients are this rank's own.
         """
-        if is_profiled():
+        if extension.compiled.is_profiled():
             with torch.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
@@ -327,6 +330,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Steps
 
+    @entrance
     def in_step(self) -> AbstractContextManager[None]:
         """Mark one step. An exception raised inside on one rank is reported to the others.
 
@@ -420,6 +424,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             or self._steps.needs_end_of_backward
         )
 
+    @entrance
     @untraced(_COMPILE_MODULE)
     def finalize_backward(self) -> None:
         """Wait for the step's collectives, and write its gradients.
@@ -448,6 +453,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Ranks with fewer inputs
 
+    @entrance
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -483,6 +489,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             throw_on_early_termination=throw_on_early_termination,
         )
 
+    @entrance
     def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
         """Return the hook that `torch.distributed.algorithms.join.Join` calls on joined ranks.
 
@@ -514,6 +521,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     # Communication hooks
 
+    @entrance
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook. Call it once, before the first backward.
 
@@ -694,6 +702,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         """
         return self.logger.info
 
+    @entrance
     def timeline(self) -> Timeline:
         """Return the times of the last measured step: number 0 to 10, then one in a hundred.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.compression import Compressed, Compressor, Stateless
 from fddp.hooks.flat import real, restored
 from fddp.hooks.future import Future
@@ -56,6 +57,7 @@ bf16_compress = Cast(torch.bfloat16)
 """Sum in bfloat16, which has the range of float32 and 8 bits of precision."""
 
 
+@entrance
 def cast(dtype: torch.dtype) -> Compressor[tuple[()]]:
     """Hook that sums buckets in another dtype; complex numbers as pairs.
 

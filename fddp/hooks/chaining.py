@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, allreduce
 
@@ -96,6 +97,7 @@ class _InnerReduce(AllReduce):
         return tuple(result.wait()[1] for result in self._results)
 
 
+@entrance
 def chain(*hooks: Hook[Any]) -> Hook[Any]:
     """Composition of hooks: each hook's sums are computed by the next one, the last one sums over
     ranks.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict  # `typing.TypedDict` is generic from Python 3.11 on
 
+from fddp.core.entrance import entrance
 from fddp.hooks.flat import wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
@@ -109,6 +110,7 @@ class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
         return self.compressor.parts(spec)
 
 
+@entrance
 def error_feedback(compressor: Compressor[S]) -> Hook[ErrorFeedbackState[S]]:
     """Error feedback for a compressor: the error of one step is added to the gradients of the next
     (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").

@@ -71,8 +71,8 @@ class Bucket:
         buffer: this rank's gradients, multiplied by their weights and divided by `reference`;
             shape `(spec.numel,)`; zeros for missing gradients. A hook must not write it, but may
             pass it to `all_reduce`.
-        reference: weight by which the weighted gradients were divided. It may change from step to
-            step, so a hook must multiply values that it keeps by it.
+        reference: number by which the weighted gradients were divided; a hook must multiply values
+            that it keeps by it.
     """
 
     spec: BucketSpec
@@ -186,8 +186,8 @@ class Hook(ABC, Generic[S]):
 
     @property
     def narrow(self) -> bool:
-        """True if the hook sums in float16, whose range only allows weights near the reference. A
-        bucket with other weights is reduced again without the hook."""
+        """True if the hook sums in float16, whose range only serves mean weights from 1/64 to 1.
+        Other weights are a `WeightError`."""
         return False
 
     @property

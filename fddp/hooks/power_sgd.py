@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.compression import Compressed, Compressor, ErrorFeedbackState, error_feedback
 from fddp.hooks.flat import split_views, wide
 from fddp.hooks.future import Future
@@ -133,6 +134,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+@entrance
 def power_sgd(rank: int) -> Hook[ErrorFeedbackState[list[Tensor]]]:
     """Low-rank compression of gradients, with error feedback and warm start (Vogels et al. 2019,
     "PowerSGD: Practical Low-Rank Gradient Compression").

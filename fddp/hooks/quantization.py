@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.compression import Compressed, Compressor, Stateless
 from fddp.hooks.flat import padded, real, restored, wide
 from fddp.hooks.future import Future
@@ -130,6 +131,7 @@ class Int4(Quantized):
     bits = 4
 
 
+@entrance
 def int8(block: int = 256) -> Compressor[tuple[()]]:
     """Quantization to 8 bits, with a scale of 32 bits (64 for float64) for each block (Dettmers et
     al. 2022, "8-bit Optimizers via Block-wise Quantization", with uniform steps).
@@ -168,6 +170,7 @@ def int8(block: int = 256) -> Compressor[tuple[()]]:
     return Int8(block)
 
 
+@entrance
 def int4(block: int = 64) -> Compressor[tuple[()]]:
     """Quantization to 4 bits: as `int8`, with steps of the largest magnitude of a block divided by
     7. An element of float32 costs `(0.5 + 4 / block) / 4` of the bytes of an all-reduce: 0.141 for

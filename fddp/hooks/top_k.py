@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.compression import Compressed, ErrorFeedbackState, Stateless, error_feedback
 from fddp.hooks.flat import joined_bytes, split_bytes, wide
 from fddp.hooks.future import Future
@@ -50,6 +51,7 @@ class TopK(Stateless):
         return ()
 
 
+@entrance
 def top_k(fraction: float) -> Hook[ErrorFeedbackState[tuple[()]]]:
     """Top-k sparsification with error feedback (Stich et al. 2018, "Sparsified SGD with Memory").
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.hooks.flat import real, restored, split_views
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
@@ -171,6 +172,7 @@ class BuiltinFloat16(Hook[tuple[()]]):
         return all_reduce(share).map(lambda total: (restored(total, bucket.spec.dtype), state))
 
 
+@entrance
 def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
     """The fddp hook for a built-in hook of torch.
 

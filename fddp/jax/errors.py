@@ -15,6 +15,7 @@ from threading import Lock
 
 import jax
 
+from fddp.extend import entrance
 from fddp.jax import internals
 
 _KEPT = 64
@@ -40,6 +41,7 @@ def keep(error: Exception) -> str:
 
 
 @contextmanager
+@entrance
 def named_errors() -> Iterator[None]:
     """Raise fddp's own errors if programs that are started in the block fail.
 

@@ -13,8 +13,7 @@ import torch
 from jax.extend.core import Primitive
 
 from fddp import Communicator
-from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, leaf_text, tree_flatten
-from fddp.jax import lowering as lowering
+from fddp.extend import SUMMABLE_DTYPES, Group, Mesh, call_site, entrance, leaf_text, tree_flatten
 from fddp.jax.communicators import JitCommunicator, jit_communicator_of
 from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
 
@@ -25,6 +24,7 @@ _JAX = str(Path(jax.__file__).parent) + "/"
 _SUMMABLE = frozenset(str(dtype).removeprefix("torch.") for dtype in SUMMABLE_DTYPES)
 
 
+@entrance
 def pmean(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -72,6 +72,7 @@ def pmean(
     return _bound(reduce_p, "pmean", tree, jit_communicator_of(group, mesh), axis)
 
 
+@entrance
 def psum(
     tree: Tree,
     group: Group | Communicator | None = None,
@@ -92,6 +93,7 @@ def psum(
     return _bound(reduce_p, "psum", tree, jit_communicator_of(group, mesh), axis)
 
 
+@entrance
 def grad_sync(
     tree: Tree,
     group: Group | Communicator | None = None,

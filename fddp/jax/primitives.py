@@ -1,4 +1,4 @@
-"""JAX primitives for reductions over ranks, and their transformation rules.
+"""JAX primitives for reductions over ranks: transformation rules, lowering and execution.
 
 [Note: reductions in jitted programs]
 `reduce_p` reduces leaves over ranks. It has an ordered effect, the same for all groups: JAX keeps
@@ -7,6 +7,16 @@ between programs. It drops none, even if a result is not used. So ranks that run
 run the same collectives in the same order. `reduce_p` is linear and its own transpose, so
 derivatives of all orders are reductions again. `identity_p` has no effect and no cost; its
 transpose is `reduce_p` of the mean.
+
+[Note: tokens]
+JAX adds an argument and a result, a token, to a program with an ordered effect. Each operation
+takes the token of the one before it. XLA neither drops nor reorders such a call, and loops and
+branches pass the token through. JAX passes the token that a program returned to the next program of
+the same thread.
+
+JAX puts tokens first in the tuple that a loop carries, and its callbacks have theirs first, too. If
+a call took and returned exactly the tuple of the loop, XLA would treat the loop as one that changes
+nothing, and its condition as a constant. So each call has one more result.
 """
 
 from __future__ import annotations
@@ -19,13 +29,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import Array, dtypes
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
-from fddp.extend import Site
+from fddp.errors import SyncTimeoutError, TransformError
+from fddp.extend import Reduction, Site, run_operator
 from fddp.jax import internals
+from fddp.jax.communicators import communicator_by_id
+from fddp.jax.errors import keep
 
 Operator = Literal["psum", "pmean"]
 
@@ -147,7 +163,94 @@ def _define(primitive: Primitive, transposed: Operator | None) -> None:
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
 
 
+# Lowering to ordered callbacks of a compiled program
+
+_EXTRA = ShapedArray((0,), np.dtype(np.uint8))  # see [Note: tokens]
+
+
+def _lower_reduce(ctx: Any, *operands: Any, call: Call) -> list[Any]:
+    communicator_by_id(call.channel).open()
+
+    def call_back(*arrays: np.ndarray) -> list[np.ndarray]:
+        return [*_execute(call, arrays), np.empty(0, np.uint8)]
+
+    inner = replace(ctx, avals_out=[*ctx.avals_out, _EXTRA])
+    (*results, _), token, _ = mlir.emit_python_callback(
+        inner,
+        call_back,
+        ctx.tokens_in.get(EFFECT),
+        list(operands),
+        inner.avals_in,
+        inner.avals_out,
+        has_side_effect=True,
+        returns_token=True,
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
+    return results
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, call: Call) -> list[Any]:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise TransformError(
+        f"{call}: compiled for {platforms}, and reductions in compiled programs run on the CPU "
+        f"only; compile the program for the CPU (jax.default_device, or arrays in CPU memory), or "
+        f"call GradSync on the program's results"
+    )
+
+
+# Execution
+
+
+def _execute(call: Call, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Reduce the operands of a call. XLA calls this on one of its threads.
+
+    Raises:
+        RuntimeError: the reduction failed; its text identifies the error, see `errors.keep`.
+    """
+    try:
+        sums = run_operator(
+            communicator_by_id(call.channel).communicator,
+            Reduction(call.operator, call.paths, call.site, call.axes, call.roles),
+            [_tensor(operand) for operand in operands],
+        )
+    except Exception as error:
+        text = keep(_with_way_out(error, call))
+    else:
+        return [_array(total, operand) for total, operand in zip(sums, operands, strict=True)]
+    raise RuntimeError(text)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """A tensor over an array's memory, by its bytes, because DLPack has no bfloat16 of NumPy."""
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return from_dlpack(array.reshape(-1).view(np.uint8)).view(dtype).view(array.shape)
+
+
+def _array(tensor: Tensor, like: np.ndarray) -> np.ndarray:
+    """An array of the same dtype as `like` over a tensor's memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().view(like.dtype).reshape(like.shape)
+
+
+def _with_way_out(error: Exception, call: Call) -> Exception:
+    """Add a hint to a timeout if ranks are threads: XLA may not have a thread for each of them."""
+    if isinstance(error, SyncTimeoutError) and communicator_by_id(call.channel).threads:
+        hint = (
+            "; ranks that are threads share XLA's thread pool, one thread for each core: call "
+            'jax.config.update("jax_cpu_enable_async_dispatch", False) before JAX is used, so that '
+            "each rank's thread runs its own programs, or run ranks as processes"
+        )
+        error.args = (f"{error.args[0]}{hint}", *error.args[1:])
+    return error
+
+
+# Registration
+
 reduce_p.def_effectful_abstract_eval(_reduce_types)
 identity_p.def_abstract_eval(lambda *avals, call: list(avals))
 _define(reduce_p, transposed=None)
 _define(identity_p, transposed="pmean")
+mlir.register_lowering(reduce_p, _lower_elsewhere)
+mlir.register_lowering(reduce_p, _lower_reduce, platform="cpu")
+mlir.register_lowering(identity_p, lambda ctx, *operands, call: operands)

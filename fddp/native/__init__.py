@@ -1,1 +1,1 @@
-"""Typed bindings of the compiled extension."""
+"""What Python adds to the compiled extension."""

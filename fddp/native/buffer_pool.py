@@ -12,13 +12,12 @@ still read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fddp.native import extension
-from fddp.native.pack import storage_use_count
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
@@ -39,8 +38,8 @@ class BufferPool:
         self._allocate = allocate
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
-        self._first_free: Callable[..., int] = extension.load().first_free
-        self._live_views: Any = extension.load().LiveViews()
+        self._first_free = extension.compiled.first_free
+        self._live_views = extension.compiled.LiveViews()
         self._streams: dict[Hashable, set[torch.Stream]] = {}  # by key, on which it was released
 
     def acquire(
@@ -101,12 +100,13 @@ class BufferPool:
 
     def is_view(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a view of a released buffer."""
-        return bool(self._live_views.contains(tensor))
+        return self._live_views.contains(tensor)
 
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
+        owners = extension.compiled.storage_use_count
         for key, buffers in self._released.items():
-            self._released[key] = [b for b in buffers if storage_use_count(b) > 1]
+            self._released[key] = [buffer for buffer in buffers if owners(buffer) > 1]
 
     def clear(self) -> None:
         """Drop all buffers."""
@@ -120,4 +120,4 @@ def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def invalidate(tensors: Iterable[Tensor], text: str) -> None:
     """Detach views from their memory. Any later use of one raises a RuntimeError with `text`."""
-    extension.load().invalidate(list(tensors), text)
+    extension.compiled.invalidate(list(tensors), text)

@@ -1,4 +1,6 @@
-"""Loader of the compiled extension `fddp._C`. No other module imports it.
+"""Loader of the compiled extension `fddp._C`. No other module imports it at run time.
+
+`compiled` is the extension, which is loaded when it is first used. `fddp/_C.pyi` has its types.
 
 Its machine code fits only the torch version that it was built for. The build stores that version in
 a file beside the extension, so that a mismatch is reported before symbols fail to resolve.
@@ -11,10 +13,26 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from fddp.errors import ExtensionError
+
+if TYPE_CHECKING:
+    from fddp import _C
+
+    compiled = _C
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name != "compiled":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()["compiled"] = module = load()
+        return module
+
+
+__all__ = ["compiled", "load"]
 
 _REBUILD = "run `pip install .` in fddp's source directory"
 

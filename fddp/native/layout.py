@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.native import extension
+
+if TYPE_CHECKING:
+    from fddp import _C
 
 
 class Stats(NamedTuple):
@@ -52,10 +55,10 @@ class Layout:
     strides: tuple[tuple[int, ...], ...]
     numel: int
     # Compiled form, so that calls need no conversion.
-    native: Any = field(init=False, repr=False, compare=False)
+    native: _C.Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        native = extension.load().Layout(self.offsets, self.shapes, self.strides, self.numel)
+        native = extension.compiled.Layout(self.offsets, self.shapes, self.strides, self.numel)
         object.__setattr__(self, "native", native)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -21,9 +21,7 @@ sources are not read if the scale is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,8 +66,8 @@ def pack_(
         tensor([0.5000, 1.0000, 0.0000])
     """
     if buffer.device.type in _COMPILED:
-        return cast(float, extension.load().pack_(buffer, layout.native, sources, scale))
-    extension.load().foreach_pack_(buffer, layout.native, sources, scale)
+        return extension.compiled.pack_(buffer, layout.native, sources, scale)
+    extension.compiled.foreach_pack_(buffer, layout.native, sources, scale)
     return math.nan
 
 
@@ -90,21 +88,9 @@ def pack_add_(
         tensor([1.5000, 0.0000, 1.0000])
     """
     if buffer.device.type in _COMPILED:
-        return cast(float, extension.load().pack_add_(buffer, layout.native, sources, scale))
-    extension.load().foreach_pack_add_(buffer, layout.native, sources, scale)
+        return extension.compiled.pack_add_(buffer, layout.native, sources, scale)
+    extension.compiled.foreach_pack_add_(buffer, layout.native, sources, scale)
     return math.nan
-
-
-def plus(bound: float, peak: float) -> float:
-    """Add two bounds on magnitudes. The sum of finite bounds is kept finite, because an infinite
-    bound stands for a gradient that is not finite.
-
-    Example:
-        >>> import math
-        >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
-        (3.0, True, inf)
-    """
-    return cast(float, extension.load().add_bounds(bound, peak))
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
@@ -131,7 +117,7 @@ def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
     if scale == 1.0 and not stats:
         return UNMEASURED
     if buffer.device.type in _COMPILED:
-        measured = Stats(*extension.load().scale_(buffer, scale))
+        measured = Stats(*extension.compiled.scale_(buffer, scale))
         return measured if stats else UNMEASURED
     with torch.no_grad():
         if scale != 1.0:
@@ -174,9 +160,9 @@ def unpack_(
         tensor([2., 4.])
     """
     if buffer.device.type in _COMPILED:
-        measured = Stats(*extension.load().unpack_(outputs, layout.native, buffer, scale))
+        measured = Stats(*extension.compiled.unpack_(outputs, layout.native, buffer, scale))
         return measured if stats else UNMEASURED
-    extension.load().foreach_unpack_(outputs, layout.native, buffer, scale)
+    extension.compiled.foreach_unpack_(outputs, layout.native, buffer, scale)
     if not stats:
         return UNMEASURED
     return read_stats([measure([output for output in outputs if output is not None])])
@@ -233,32 +219,7 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
         >>> second, second.untyped_storage().nbytes()
         (tensor([3.]), 4)
     """
-    return cast("list[Tensor]", extension.load().slices(buffer, layout.native))
-
-
-@cache
-def native_slices() -> Callable[[Tensor, Any], list[Tensor]]:
-    """Return the compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
-    return cast("Callable[[Tensor, Any], list[Tensor]]", extension.load().slices)
-
-
-def storage_use_count(tensor: Tensor) -> int:
-    """Return the number of owners of a tensor's memory: tensors, views, slices, storage objects.
-
-    If it is 1, the memory may be reused.
-
-    Example:
-        >>> import torch
-        >>> layout = Layout(offsets=(0,), shapes=((2,),), strides=((1,),), numel=2)
-        >>> buffer = torch.zeros(2)
-        >>> results = slices(buffer, layout)
-        >>> storage_use_count(buffer)
-        2
-        >>> del results
-        >>> storage_use_count(buffer)
-        1
-    """
-    return cast(int, extension.load().storage_use_count(tensor))
+    return extension.compiled.slices(buffer, layout.native)
 
 
 def _real(tensor: Tensor) -> Tensor:

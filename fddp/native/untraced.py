@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fddp.core.entrance import CALL_CODE
 from fddp.native.torch_private import eval_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+
+# Dynamo would compile the code that all entrances share once for each of them.
+eval_frame.set_code_exec_strategy(CALL_CODE, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
 
 
 def untraced(instead: str = "", *, callees: bool = True) -> Callable[[Function], Function]:
@@ -33,8 +39,7 @@ def untraced(instead: str = "", *, callees: bool = True) -> Callable[[Function],
         2
     """
     # As `torch._dynamo.skip`, which only skips the frame of the function itself.
-    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, skip if callees else default)
+    strategy = eval_frame._FrameExecStrategy(_SKIP, _SKIP if callees else _DEFAULT)
 
     def mark(fn: Function) -> Function:
         eval_frame.set_code_exec_strategy(fn.__code__, strategy)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fddp import GradSync, tree_map
-from fddp.extend import Group
+from fddp.extend import Group, entrance
 from fddp.periodic.methods import local_sgd
 from fddp.periodic.schedule import Periodic
 from fddp.periodic.sync import PeriodicSync, kept
@@ -55,6 +55,7 @@ class Averager:
         [[1.0, 3.0, 4.0, 6.0], [2.0, 3.0, 5.0, 6.0]]
     """
 
+    @entrance
     def __init__(
         self,
         tree: Any,
@@ -69,6 +70,7 @@ class Averager:
         )
         self._state = self._sync.init(tree)
 
+    @entrance
     def average(self, tree: Any, step: int, *, weight: float = 1.0) -> Any:
         """Return the weighted mean over ranks if an average is due after this step, else the tree
         itself; a collective call if it is due.
@@ -89,11 +91,13 @@ class Averager:
         """
         return self._sync.step(tree, {**self._state, "step": step}, weight=weight)[0]
 
+    @entrance
     def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
         """Average in place: as `average`, but write into the tensors of `tree`, such as
         `dict(module.named_parameters())`."""
         self._sync.step_(tree, {**self._state, "step": step}, weight=weight)
 
+    @entrance
     def close(self) -> None:
         """Free the communicators; a second call does nothing."""
         self._sync.close()
@@ -109,6 +113,7 @@ class _Average(GradSync):
     title = "parameter average"
 
 
+@entrance
 def average(
     tree: Any, *, group: Group | None = None, weight: float = 1.0, timeout_s: float | None = None
 ) -> Any:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fddp import LeafSpec, plan_buckets
+from fddp.extend import entrance
 from fddp.periodic.schedule import Fragment, Periodic, PeriodicSchedule
 
 
+@entrance
 def local_sgd(
     tree: Any, period: int | Periodic = 100, *, delay: int = 0, mixing: float = 0.0
 ) -> PeriodicSchedule:
@@ -39,6 +41,7 @@ def local_sgd(
 diloco = local_sgd
 
 
+@entrance
 def streaming_diloco(
     tree: Any, period: int = 100, *, fragments: int = 4, delay: int = 1, mixing: float = 0.5
 ) -> PeriodicSchedule:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fddp import tree_map
+from fddp.extend import entrance
 
 
 class Outer(NamedTuple):
@@ -16,6 +17,7 @@ class Outer(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
 
 
+@entrance
 def sgd(lr: float = 0.7, *, momentum: float = 0.9, nesterov: bool = True) -> Outer:
     """SGD as `torch.optim.SGD`, by default the outer optimizer of DiLoCo, as a pure pair like a
     gradient transformation of optax or torchopt.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fddp import CostModel
-from fddp.extend import preset_or_model
+from fddp.extend import entrance, preset_or_model
 from fddp.periodic.schedule import PeriodicSchedule
 
 _MOST_STEPS = 1_000_000
@@ -35,6 +35,7 @@ class PeriodicTimeline(NamedTuple):
     utilisation: float
 
 
+@entrance
 def simulate_periodic(
     schedule: PeriodicSchedule,
     cost: CostModel | str,

@@ -24,6 +24,7 @@ from fddp.extend import (
     StepHandle,
     check_equal,
     check_paths,
+    entrance,
     exchange,
     leaf_text,
     tree_flatten,
@@ -120,6 +121,7 @@ class PeriodicSync:
         [(-2.0, 4), (-2.0, 4)]
     """
 
+    @entrance
     def __init__(
         self,
         tree: Any,
@@ -145,6 +147,7 @@ class PeriodicSync:
             self.close()
             raise
 
+    @entrance
     def init(self, params: Any) -> PeriodicState:
         """Return the state before the first step. With an outer optimizer a collective call, which
         compares the parameters of all ranks, and what their outer optimizers make of them.
@@ -175,6 +178,7 @@ class PeriodicSync:
             ),
         )
 
+    @entrance
     def step(
         self, params: Any, state: PeriodicState, *, weight: float = 1.0
     ) -> tuple[Any, PeriodicState]:
@@ -214,6 +218,7 @@ class PeriodicSync:
                     params, fragments[number] = self._apply(number, params, fragment, step)
         return params, PeriodicState(step=step + 1, fragments=tuple(fragments))
 
+    @entrance
     def step_(self, params: Any, state: PeriodicState, *, weight: float = 1.0) -> PeriodicState:
         """Execute the events in place: as `step`, but write the results into the tensors of
         `params`, such as `dict(module.named_parameters())`. Return the new state."""
@@ -288,6 +293,7 @@ class PeriodicSync:
                 )
         return part
 
+    @entrance
     def close(self) -> None:
         """Free the communicators; a second call does nothing."""
         self._live.clear()

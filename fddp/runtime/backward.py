@@ -14,14 +14,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from fddp.native.autograd_leaves import GraphView
+if TYPE_CHECKING:
+    from fddp._C import GraphView
+
 
 _Root: TypeAlias = Tensor | GradientEdge
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,14 +12,32 @@ from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.plan.bucket import Bucket
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
-from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_type
+from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
-from fddp.native.pack import pack_, pack_add_, plus
+from fddp.native.pack import pack_, pack_add_
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
 
+if TYPE_CHECKING:
+    from fddp._C import GradientCounter
+
 Leaves = Sequence[Tensor | None]
+
+
+class GraphInfo(Protocol):
+    """Prediction for a backward pass before it runs, as a `GraphView` of the extension is.
+
+    Attributes:
+        used: for each leaf, True if a gradient may arrive.
+        opaque: True if gradients may arrive that the graph does not show.
+    """
+
+    @property
+    def used(self) -> Sequence[bool]: ...
+
+    @property
+    def opaque(self) -> bool: ...
 
 
 class WeightedGradients(NamedTuple):
@@ -277,8 +295,8 @@ class BackwardContributions(Contributions):
             expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = expected
         self._scale, weight = scale, self.own_weight
-        self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
-        new_slot, members = eager_slot_type(), self._program.member_numbers
+        self._factor = factor = scale.before(weight)
+        new_slot, members = extension.compiled.EagerSlot, self._program.member_numbers
         early = self._program.early if self.allocates_early else {}
         eager = [
             new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
@@ -296,6 +314,10 @@ class BackwardContributions(Contributions):
     @property
     def backward(self) -> BackwardContributions:
         return self
+
+    def collect(self, leaf_set: GradientCounter) -> None:
+        """Take the gradients that arrive in these leaves; `arm` follows."""
+        self.leaf_set = leaf_set
 
     def only(self) -> GradientCounter | None:
         return None if self._accumulated else self.leaf_set
@@ -342,6 +364,7 @@ class BackwardContributions(Contributions):
         packing = self._program.packings[bucket]
         peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
+            plus = extension.compiled.add_bounds
             for sums, weight in _earlier(self._accumulated, self._program.plan.buckets[bucket]):
                 peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
         return peak
@@ -436,6 +459,7 @@ def _pack_parts_(
     if not parts:
         return pack_(buffer, layout, [None] * len(layout.offsets), 0.0)
     (sources, weight), *others = parts
+    plus = extension.compiled.add_bounds
     peak = pack_(buffer, layout, sources, scale.before(weight))
     for sources, weight in others:
         peak = plus(peak, pack_add_(buffer, layout, sources, scale.before(weight)))

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.messages import Schema
 from fddp.core.text import leaf_text
@@ -33,13 +32,14 @@ if TYPE_CHECKING:
     from fddp.core.schedule.op import Op
     from fddp.runtime.contributions import Contributions
     from fddp.runtime.program import Program
+    from fddp.runtime.sums import Sums
 
 
 class StepReport(NamedTuple):
     """Report of one rank on its step.
 
     Attributes:
-        step: `StepContext.moment`.
+        step: `Step.moment`.
         digest: `shared_digest` of its schedule.
         method: the call that opened the step; empty if the rank contributes nothing.
         abandoned: keys of operators' transports that it abandoned during a call.
@@ -157,10 +157,16 @@ def _raised_by_signal_handler(error: Exception) -> bool:
 
 
 def incompatible_contributions_error(
-    report: ControlReport, program: Program, scale: WeightScale, step: int, hook_error: str | None
+    report: ControlReport, program: Program, sums: Sums, step: int, *, allow_idle_ranks: bool
 ) -> FddpError | None:
     """Return the error of contributions that have no mean together, or None."""
-    if problem := weight_problem(report, scale) or hook_error:
+    if report.total_weight <= 0.0:
+        return WeightError(
+            f"step {step}: the total weight over {program.scale.ranks} ranks is "
+            f"{report.total_weight}, so there is no mean; give at least one rank a weight above 0, "
+            f"or skip the step on all of them"
+        )
+    if problem := sums.problem(report, allow_idle_ranks=allow_idle_ranks):
         return WeightError(f"step {step}: {problem}")
     if program.schedule.result != "replicated":
         return None
@@ -171,21 +177,4 @@ def incompatible_contributions_error(
                 f"step {step}: {leaf_text(program.plan.paths[leaf], 'shards')} is None on "
                 f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on all"
             )
-    return None
-
-
-def weight_problem(report: ControlReport, scale: WeightScale) -> str | None:
-    """Describe why the weights of all ranks have no mean; None if they have one."""
-    total = report.total_weight
-    if total <= 0.0:
-        return (
-            f"the total weight over {scale.world_size} ranks is {total}, so there is no mean; give "
-            f"at least one rank a weight above 0, or skip the step on all of them"
-        )
-    if not scale.bears(total, report.active):
-        return (
-            f"the mean weight is {total / report.active} where sums were scaled for {scale.unit}, "
-            f"and a jump by more than 2**40 can't be corrected; the next step is scaled for the "
-            f"new weights: call it again"
-        )
     return None

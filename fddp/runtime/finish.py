@@ -1,13 +1,15 @@
-"""Rest of a step, from the end of backward on.
+"""Rest of a step, from the end of backward on, and the functions that the executor calls.
 
-The control word is sent; its sum is compared with that of equal words of all ranks; where it
-differs, repairs or failure are decided on; and the rest of the schedule runs.
+The executor walks the list to its end. On the way it calls `write_word`, unless the control word is
+a regular one, and `read_report`, unless its sum is: that decides on repairs or failure.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,11 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.launch import Action
 from fddp.core.schedule.schedule import summands
-from fddp.errors import FddpError, InternalError
+from fddp.errors import InternalError
+from fddp.native import extension
 from fddp.native.executor import Phase
 from fddp.native.layout import Stats
+from fddp.runtime import operations
 from fddp.runtime.failures import (
     desync_error,
     exchange_reports,
@@ -29,9 +33,10 @@ from fddp.runtime.failures import (
     peer_error,
 )
 from fddp.runtime.nonfinite import StopStepError
-from fddp.runtime.operations import reduce_sparse
-from fddp.runtime.step import Step
-from fddp.runtime.step_context import USUAL, WITH_VIEWS, Outcome, RegularWord
+from fddp.runtime.step import Outcome, Step
+
+if TYPE_CHECKING:
+    from fddp._C import StepCalls
 
 
 def send(step: Step) -> None:
@@ -43,10 +48,8 @@ def send(step: Step) -> None:
     """
     if not step.is_prepared:
         step.prepare()
-    if step.bound_hook is not None:
-        return
-    if step.executor.run(Phase.COMPLETE) and not step.sent_word:
-        send_word(step, Phase.COMPLETE)
+    if step.code.hook is None:
+        step.executor.run(Phase.COMPLETE)
 
 
 def finish(step: Step) -> Outcome:
@@ -55,56 +58,42 @@ def finish(step: Step) -> Outcome:
     Raises:
         BaseException: this rank's own failure, once the step's collectives are done.
         PeerError: another rank failed.
-        WeightError: the total weight over ranks is zero.
+        WeightError: the total weight over ranks is zero, or out of proportion.
         DesyncError: ranks are at different steps, or run different plans.
         NonFiniteError: a number is not finite, under the policy "raise".
         RankLostError, SyncTimeoutError: the transport failed.
     """
-    step.backward_ended = True
+    step.note("backward ended")
+    executor = step.executor
     try:
-        return _run_to_end(step)
-    except BaseException as error:
-        position = step.executor.position
-        op = None if position < 0 else step.program.schedule.ops[position]
-        locate(error, step.program, op, step.number)
-        raise
-
-
-def _run_to_end(step: Step) -> Outcome:
-    executor, code = step.executor, step.code
-    if not step.is_prepared:
-        step.prepare()
-    executor.run(Phase.FREE)
-    if not step.sent_word:
-        send_word(step, Phase.FREE)
-    try:
-        is_regular = _read_report(step)
+        if not step.is_prepared:
+            step.prepare()
+        executor.run(Phase.FREE)
+        if step.report is None:  # the sum of regular words
+            assert step.regular is not None
+            step.take_report(step.regular.report)
         report = step.report
         assert report is not None
-        measures = step.record_time or step.check is not None
-        gives_views = is_regular and code.has_views and not measures
-        if gives_views:
-            key = WITH_VIEWS if step.key is USUAL else step.key._replace(views=True)
-        else:
-            key = step.key
-        executor.run_list(code.rest(key), Phase.FREE)
-        if gives_views and 0 not in report.users:
-            step.leaves = executor.results()
-        else:
-            if gives_views:
-                step.leaves[:] = executor.results()
+        if executor.gives_views:
+            step.take_results(executor.results())
+        if not executor.gives_views or 0 in report.users:
             step.results.finish(report.used, step.contributions)
         if step.check is not None:
             step.check.check_results(step.transport, step.number)
     except StopStepError:
         return _stopped(step)
-    if step.bound_hook is not None:
-        step.hook_states = step.sums.new_states(step.hook_states, report, step.leaves)
+    except BaseException as error:
+        position = executor.position
+        op = None if position < 0 else step.program.schedule.ops[position]
+        locate(error, step.program, op, step.number)
+        raise
+    if step.code.hook is not None:
+        step.take_states(step.sums.new_states(step.hook_states, report, step.leaves))
     if sequence := step.program.schedule.sequence:
         last = step.program.buckets[sequence[-1]].text
         step.transport.note_finished(f"{last} of step {step.number}")
-    step.close()
-    return Outcome(step.leaves, report, step.results.stats if step.record_time else None)
+    step.close("reported repair" if report.late else "reported regular")
+    return Outcome(step, step.leaves, report, step.results.stats if step.record_time else None)
 
 
 def _stopped(step: Step) -> Outcome:
@@ -114,61 +103,38 @@ def _stopped(step: Step) -> Outcome:
     report = step.report
     if report is None or step.check is None:
         raise InternalError("a step was stopped before the control word was read")
-    step.failure = step.check.error(step.transport, step.number)
-    step.close()
+    error = step.check.error(step.transport, step.number)
+    step.close("reported failure" if error else "reported regular", error)
+    del error  # whose traceback will refer to this frame
     step.raise_failure()
     nothing: list[Tensor | None] = [None] * len(step.leaves)
-    return Outcome(nothing, report, Stats(math.nan, False), skipped=True)
+    return Outcome(step, nothing, report, Stats(math.nan, False), skipped=True)
 
 
 # The control word
 
 
-def send_word(step: Step, phase: Phase) -> None:
-    """Write this rank's control word into its bucket's buffer, or into memory of its own, and
-    send it."""
-    step.sent_word = True
-    schedule = step.program.schedule
-    carrier = schedule.ops[schedule.control].bucket
-    following = step.first_lists.after_word
+def write_word(step: Step) -> Tensor | None:
+    """Return this rank's control word, in the memory that is reduced; None for the regular one."""
     if step.record_time:
         step.log.append((step.contributions.arrived(), Action("control")))
-    regular = step.regular_word = _regular_word(step)
-    if regular is not None:
-        step.executor.send_word(regular.vector, step.fingerprint, carrier, following, phase)
-        return
-    if step.bound_hook is not None:
-        reduce_sparse(step)
+    if step.regular is not None:
+        if step.source.is_complete() and not step.executor.may_overflow:
+            return None
+        step.leave_regular()
+    if step.code.hook is not None:
+        operations.reduce_sparse(step)
     if failure := step.sums.failure():
         step.fail(*failure)
-    vector = torch.from_numpy(_own_word(step))
+    word = torch.from_numpy(_own_word(step))
+    schedule = step.program.schedule
+    carrier = schedule.ops[schedule.control].bucket
     if carrier < 0:
-        word = vector.to(step.transport.control_device)
-    elif carrier in step.context.idle:
-        word = vector.to(step.devices[step.program.buckets[carrier].device])
-    else:
-        word = step.memory(carrier)[step.program.buckets[carrier].padded_numel :]
-        word.copy_(vector)
-    step.executor.send_written_word(word, following, phase)
-
-
-def _regular_word(step: Step) -> RegularWord | None:
-    """Return the control word of a step in which this rank contributes all gradients with the
-    agreed weight; None if this is not one."""
-    code, weight = step.code, step.contributions.weight
-    if (
-        step.failure is not None
-        or weight != step.scale.unit
-        or not (step.has_next and code.has_regular_words)
-        or (step.program.control.with_order and step.contributions.backward is not None)
-        or step.context.idle
-        or step.executor.may_overflow
-    ):
-        return None
-    is_whole = step.is_whole
-    if is_whole is None:
-        is_whole = step.source.is_complete()
-    return code.regular_word(step.method, weight) if is_whole else None
+        return word.to(step.transport.control_device)
+    bucket = step.program.buckets[carrier]
+    if carrier in step.idle:  # the bucket is left out, and the word travels alone
+        return word.to(step.devices[bucket.device])
+    return step.memory(carrier)[bucket.padded_numel :].copy_(word)
 
 
 def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
@@ -205,69 +171,69 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
     return total
 
 
-def _read_report(step: Step) -> bool:
-    """Wait for the control word, and act on it. Return True if nothing has to be repaired, and
-    results need no factor."""
-    schedule, regular = step.program.schedule, step.regular_word
-    piggyback = schedule.piggyback_op
-    position = piggyback if piggyback >= 0 else schedule.control
-    if regular is None:
-        step.executor.wait_at(position)
-    elif step.executor.read_word(position, regular.vector, step.fingerprint):
-        step.report = report = regular.report
-        if step.check is None:
-            return True
-        is_regular = True
-    if step.report is None:
+def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
+    """Act on the sum of the control words, which is that of regular ones if `is_regular`.
+
+    Returns:
+        The late buckets, and True if nothing has to be repaired and results need no factor.
+    """
+    if is_regular and step.regular is not None:
+        report = step.regular.report
+        step.take_report(report)
+    else:
         word = step.executor.word()
         if word is None:
             raise InternalError("the control word was read before it was written")
-        step.report = report = decode(
+        report = decode(
             step.program.control,
             word.cpu().numpy(),
             fingerprint=step.fingerprint,
-            world_size=summands(schedule),
+            world_size=summands(step.program.schedule),
         )
-        is_regular = step.sums.is_regular(report)
-    if not is_regular:
-        _check_report(step, report)
-        if step.sums.applies_scale:
-            step.after = step.context.scale.after(report.total_weight)
-    step.sums.on_report(report)
+        step.take_report(report)
+        if not step.sums.is_regular(report):
+            _check_report(step, report)
+            if step.sums.applies_scale:
+                step.take_report(report, step.program.scale.after(report.total_weight))
     if step.check is not None:
-        step.check.on_report(report, step.context.scale, step.source)
-    late = frozenset(report.late)
-    again = late | step.sums.rescaled(report)
-    if again:
-        step.key = step.key._replace(late=late, again=again)
-    return step.after == 1.0 and not again
+        step.check.on_report(report, step.source)
+    return report.late, step.after == 1.0 and not report.late
+
+
+@cache
+def calls() -> StepCalls:
+    """Return the functions of Python for the executor of a step."""
+    made: StepCalls = extension.compiled.StepCalls(
+        operations.run, operations.fail_pack, write_word, read_report
+    )
+    return made
 
 
 def _check_report(step: Step, report: ControlReport) -> None:
-    problem = step.sums.problem(report, allow_idle_ranks=step.allow_idle_ranks)
+    if not report.agreed or report.failed:
+        _give_up(step)
     unfit = incompatible_contributions_error(
-        report, step.program, step.context.scale, step.number, problem
+        report, step.program, step.sums, step.number, allow_idle_ranks=step.allow_idle_ranks
     )
-    if not report.agreed or report.failed or unfit is not None:
-        _give_up(step, report, unfit)
+    if unfit is not None:
+        step.executor.drain()
+        step.end("reported failure")
+        raise unfit
 
 
-def _give_up(step: Step, report: ControlReport, unfit: FddpError | None) -> NoReturn:
+def _give_up(step: Step) -> NoReturn:
     """Raise on every rank, after all collectives in flight have finished."""
     step.executor.drain()
-    if unfit is not None and report.agreed and not report.failed:
-        step.is_orderly = True
-        raise unfit
+    report = step.report
+    assert report is not None
     method = step.method if step.contributions.weight > 0.0 else Method.NOTHING
     digest = step.program.schedule.shared_digest
-    reports = exchange_reports(
-        step.transport, step.context.moment, digest, method.text, step.failure_text
-    )
-    step.failures = [report.failure for report in reports]
-    step.is_orderly = True
+    reports = exchange_reports(step.transport, step.moment, digest, method.text, step.failure_text)
+    texts = [report.failure for report in reports]
+    step.end("reported failure" if report.agreed else "reported desync", texts)
     if not report.agreed:
         raise desync_error(step.transport.rank, reports) from step.failure
-    failed = {rank: text for rank, text in enumerate(step.failures) if text}
+    failed = {rank: text for rank, text in enumerate(texts) if text}
     if step.failure is not None:
         failed.pop(step.transport.rank, None)
         if failed and step.failure.__cause__ is None:  # may be the cause, where a hook waited

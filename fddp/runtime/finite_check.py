@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fddp.core.numerics.overflow import MOST_AFTER
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
@@ -58,7 +57,6 @@ class FiniteCheck:
         self._tallies: list[tuple[int, Tensor]] = []  # by leaf, still on their devices
         # The same on all ranks:
         self._may_have_overflowed = False
-        self._outgrown = False  # True if weights exceed those that gradients were scaled for
 
     def packed(
         self,
@@ -87,7 +85,7 @@ class FiniteCheck:
         if self._policy == "raise" and not self._results.finite:
             self._count_sparse(leaf, sources)
 
-    def on_report(self, report: ControlReport, scale: WeightScale, source: Contributions) -> None:
+    def on_report(self, report: ControlReport, source: Contributions) -> None:
         """Act on the control word. Raises StopStepError if a contribution is not finite, on all
         ranks."""
         if report.nonfinite:
@@ -98,14 +96,11 @@ class FiniteCheck:
             report.may_overflow > 0
             or bool(report.late)  # late gradients are not part of the control word
             or self._hook is not None
-            or not scale.keeps_range(report.total_weight, report.active)
-            or scale.after(report.total_weight) > MOST_AFTER
+            or self._program.scale.after(report.total_weight) > MOST_AFTER
         )
-        is_raw = self._hook is not None and self._hook.raw
-        mean = report.total_weight / report.active
-        self._outgrown = not is_raw and mean > scale.unit
         has_sparse = any(bucket.sparse for bucket in self._program.plan.buckets)
-        self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
+        if self._may_have_overflowed or has_sparse:
+            self._results.check_finite()
 
     def _count_unpacked(self, late: Collection[int], source: Contributions) -> None:
         """Count non-finite numbers of sparse and late gradients, which are not packed before the
@@ -186,7 +181,6 @@ class FiniteCheck:
             wires,
             name,
             result_kind=self._result_kind,
-            outgrown=self._outgrown,
         )
 
     @property

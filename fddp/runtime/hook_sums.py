@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.core.numerics.weighting import WeightScale
+from fddp.core.numerics.weighting import WeightScale, weight_problem
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
@@ -21,10 +21,10 @@ from fddp.runtime.failures import locate
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_collectives import Collectives
 from fddp.runtime.hook_work import HookWork
-from fddp.runtime.program import BucketProgram, Program
-from fddp.runtime.step_context import StepContext
+from fddp.runtime.program import Program
 from fddp.runtime.sums import Sums
 from fddp.telemetry.waits import note_wait
+from fddp.transport.base import Transport
 from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.tree.pytree import flatten
 
@@ -39,14 +39,22 @@ class HookSums(Sums):
             `record_time` only.
     """
 
-    def __init__(self, bound: BoundHook, context: StepContext) -> None:
-        super().__init__(context.code.program, context.scale)
+    def __init__(
+        self,
+        bound: BoundHook,
+        program: Program,
+        transport: Transport,
+        step: int,
+        *,
+        record_time: bool,
+    ) -> None:
+        super().__init__(program)
         self._is_raw = bound.hook.raw
         if self._is_raw:
             self.averages = self.applies_scale = False
         self._bound = bound
-        self._transport, self._step = context.transport, context.step
-        self._record_time = context.with_stats
+        self._transport, self._step = transport, step
+        self._record_time = record_time
         self.spans: list[Interval] = []
         self._works: dict[int, HookWork] = {}  # by bucket
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
@@ -55,7 +63,6 @@ class HookSums(Sums):
         # would meet those of other buckets.
         self._is_stopped = False
         self._is_late = False  # True once a failure can no longer be reported
-        self._overflows = False  # True if weights exceed the range of the hook's sums
 
     def reduction(self, position: int) -> Op | None:
         """Return the reduction that the hook carries out in the operation at a position, of which
@@ -77,8 +84,7 @@ class HookSums(Sums):
     def _start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
-        before = self._scale.scaling == "before"
-        reference = self._scale.reference if before else self._scale.unit
+        reference = self._scale.ranks if self._scale.scaling == "before" else 1.0
         collectives = Collectives(
             self._transport, self._program, op.axes, op.bucket, what, record_time=self._record_time
         )
@@ -134,13 +140,9 @@ class HookSums(Sums):
         """As `Sums.scale`; raw hooks receive gradients unscaled."""
         return _raw_scale(1, weight) if self._is_raw else self._scale
 
-    def scale_after_report(
-        self, bucket: BucketProgram, report: ControlReport, weight: float, *, repairs: bool
-    ) -> WeightScale:
-        """As `Sums.scale_after_report`; a raw hook has divided the results that repairs change."""
-        if self._is_raw:
-            return _raw_scale(self._transport.world_size if repairs else 1, weight)
-        return super().scale_after_report(bucket, report, weight, repairs=repairs)
+    def repair_scale(self, weight: float) -> WeightScale:
+        """As `Sums.repair_scale`; a raw hook has divided the results that repairs change."""
+        return _raw_scale(self._transport.world_size, weight) if self._is_raw else self._scale
 
     def failure(self) -> tuple[Exception, str] | None:
         """Return the hook's failure and its place, for the control word. Waits for the results of
@@ -165,28 +167,17 @@ class HookSums(Sums):
         bound = self._bound
         total, ranks = report.total_weight, self._transport.world_size
         are_equal = report.total_squared * report.active == total * total
-        if bound.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
+        if not bound.hook.raw:
+            narrow = bound.hook.name if bound.hook.narrow else self._program.narrow
+            return weight_problem(total / report.active, narrow)
+        if not (are_equal and (allow_idle_ranks or report.active == ranks)):
             return (
                 f"{bound.hook.name} divides by the number of ranks itself and needs equal weights "
                 f"on all ranks; {report.active} of {ranks} ranks have a weight above 0, "
                 f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
                 f"equal weights"
             )
-        if bound.hook.narrow and not bound.whole and not self._keeps_range(report):
-            return (
-                f"the mean weight is {total / report.active} where {bound.hook.name} was scaled "
-                f"for {self._scale.unit}; the next step is scaled for the new weights: call it "
-                f"again"
-            )
         return None
-
-    def on_report(self, report: ControlReport) -> None:
-        """Act on the control word of a step that no rank has failed."""
-        self._overflows = self._bound.hook.narrow and not self._keeps_range(report)
-
-    def rescaled(self, report: ControlReport) -> frozenset[int]:
-        """As `Sums.rescaled`; the results of raw hooks are divided already."""
-        return frozenset() if self._is_raw else super().rescaled(report)
 
     def new_states(
         self, states: Sequence[Any], report: ControlReport, results: Sequence[Tensor | None]
@@ -196,19 +187,12 @@ class HookSums(Sums):
             return states
         return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
 
-    def _keeps_range(self, report: ControlReport) -> bool:
-        return self._scale.keeps_range(report.total_weight, report.active)
-
     def _settle(self, work: HookWork) -> None:
         op, averages, ranks = work.op, self._scale.scaling == "average", work.collectives.world_size
         is_scattered = op.kind == "reduce_scatter"
         own = work.own.view(ranks, -1)[work.collectives.rank] if is_scattered else work.own
         self._guarded(work, partial(self._resolve, work))
         result, state = work.take()
-        if self._overflows:
-            reduce = self._transport.reduce_scatter if is_scattered else self._transport.all_reduce
-            reduce(work.own, axes=op.axes, average=averages).wait(work.what)
-            return
         if not isinstance(result, Tensor) or result.numel() != len(own):
             found = result.numel() if isinstance(result, Tensor) else type(result).__name__
             raise HookError(
@@ -281,7 +265,7 @@ def _raw_scale(divisor: int, weight: float) -> WeightScale:
     """Scale of this rank's gradients for a raw hook, which divides by the number of ranks.
     `divisor` is that number for late gradients, which are added to the divided result, and 1
     otherwise."""
-    return WeightScale(divisor, unit=weight or 1.0)
+    return WeightScale(divisor * (weight or 1.0))
 
 
 def _are_finite(program: Program, late: Sequence[int], results: Sequence[Tensor | None]) -> bool:

@@ -115,7 +115,6 @@ def nonfinite_error(
     hook: str | None = None,
     *,
     result_kind: ResultKind = "replicated",
-    outgrown: bool = False,
 ) -> NonFiniteError:
     """Return the error of a step under the policy "raise"; the same on every rank.
 
@@ -125,7 +124,6 @@ def nonfinite_error(
         wires: dtype in which each leaf was summed, by path.
         hook: name of the communication hook, if there is one.
         result_kind: kind of the results.
-        outgrown: True if gradients were scaled for smaller weights than those of the step.
 
     Example:
         >>> found = [NonFiniteCounts({}, {}), NonFiniteCounts({"w": Count(nan=2, inf=1)}, {})]
@@ -152,7 +150,7 @@ got any gradients, and the group can go on: leave this batch out, or ask for non
         text = (
             f"step {step}: every rank's gradients are finite, and their sum over ranks in "
             f"{' and '.join(formats)} overflowed: it has {_listed(overflowed)}; {way_on}: "
-            f"{_overflow_advice(formats, hook, outgrown=outgrown)}"
+            f"{_overflow_advice(formats, hook)}"
         )
     left_out = sum(found.left_out for found in found_by_rank)
     if left_out:
@@ -181,14 +179,9 @@ def _listed(found: Mapping[str, Count]) -> str:
     return ", ".join(listed[:_MOST_WRITTEN]) + (f" and more in {rest} others" if rest > 0 else "")
 
 
-def _overflow_advice(formats: Sequence[str], hook: str | None, *, outgrown: bool) -> str:
-    if outgrown and "float16" not in formats:  # float16 buckets are reduced again with other scales
-        return (
-            "gradients were scaled for smaller weights than this step has, and the next step is "
-            "scaled for them: call it again, or lower the loss scale"
-        )
+def _overflow_advice(formats: Sequence[str], hook: str | None) -> str:
     if hook is not None:
         return f"lower the loss scale, or leave out the hook {hook}, if it sums in a narrower dtype"
     if "float16" in formats:
         return "sum in float32 by reduce_dtype=torch.float32, or lower the loss scale"
-    return "lower the loss scale, or the weights that gradients were accumulated with"
+    return "lower the loss scale, or divide all weights by one number"

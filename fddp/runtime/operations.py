@@ -1,4 +1,4 @@
-"""Operations of a step that run in Python; `compiled.py` binds them to instructions.
+"""Operations of a step that run in Python.
 
 Each is a function of the step and the position of the operation in the schedule. Those that start a
 collective also receive whether the caller waits for it next.
@@ -7,7 +7,7 @@ collective also receive whether the caller waits for it next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,30 +25,58 @@ from fddp.runtime.step import Step
 from fddp.transport.base import Work
 
 
-def pack(step: Step, position: int, raise_error: Callable[[], None] | None = None) -> None:
-    """Write this rank's contribution into its buffer, with zeros for missing gradients.
+def run(step: Step, position: int, wait_soon: bool) -> Any:
+    """Run an operation. Return the work of a collective."""
+    op = step.program.schedule.ops[position]
+    if op.kind == "pack":
+        return pack(step, position)
+    if op.kind == "control":
+        return step.transport.all_reduce(_word(step), wait_soon=True)
+    if op.kind == "add":
+        return add_repair(step, position)
+    if op.kind == "gather":
+        return gather(step, position)
+    if op.kind == "unpack":
+        buffer = step.memory(op.bucket)
+        return step.results.unpack(position, op.bucket, buffer, step.after)
+    if step.code.hook is not None:
+        return launch_hook(step, position, wait_soon)
+    tree = step.program.trees.get(position)
+    if tree is not None and tree.width > 1:
+        return launch_rows(step, position, wait_soon)
+    return launch(step, position, wait_soon)
 
-    Args:
-        raise_error: raises the error of the extension, which could not pack the bucket. The step
-            then fails on this rank, which packs zeros.
-    """
+
+def pack(step: Step, position: int) -> None:
+    """Write this rank's contribution into its buffer, with zeros for missing gradients."""
     op = step.program.schedule.ops[position]
     bucket = step.program.buckets[op.bucket]
-    buffer = _repair_memory(step, op) if op.region.buffer == "repair" else step.memory(op.bucket)
+    if op.region.buffer == "repair":
+        buffer = step.repairs[op.bucket] = step.pool.acquire(
+            bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.devices[bucket.device]
+        )
+    else:
+        buffer = step.memory(op.bucket)
     if bucket.numel < bucket.padded_numel:
         buffer[bucket.numel : bucket.padded_numel].zero_()
     try:
-        if raise_error is not None:
-            raise_error()
         peak = _write(step, step.source, buffer, position)
         if not peak <= bucket.max_safe_magnitude:
             _note_magnitude(step, buffer, peak, op)
     except Exception as error:
         if step.report is not None:
             raise  # too late to report it in the control word
-        _fail_pack(step, buffer, position, error)
+        fail_pack(step, position, error)
     if step.record_time:
         _log_packed(step, op)
+
+
+def fail_pack(step: Step, position: int, error: Exception) -> None:
+    """Fail the step on this rank, whose contribution can't be packed, and pack zeros."""
+    bucket = step.program.schedule.ops[position].bucket
+    buffer = step.memory(bucket)
+    step.fail(pack_error(step.program, bucket, buffer, step.source, error))
+    _write(step, NOTHING, buffer, position)
 
 
 def launch(step: Step, position: int, wait_soon: bool) -> Work:
@@ -78,11 +106,6 @@ def launch(step: Step, position: int, wait_soon: bool) -> Work:
         )
     step.works[op.bucket] = work
     return work
-
-
-def launch_word(step: Step, position: int, wait_soon: bool) -> Work:
-    """Start the all-reduce of a control word that travels by itself."""
-    return step.transport.all_reduce(_word(step), wait_soon=True)
 
 
 def _word(step: Step) -> Tensor:
@@ -147,11 +170,11 @@ def gather(step: Step, position: int) -> None:
 def reduce_sparse(step: Step) -> None:
     """Let the hook reduce the sparse buckets that it takes, which are complete. The control word,
     which follows, reports an error of the hook."""
-    sums, hook = step.sums, step.bound_hook
+    sums, hook = step.sums, step.code.hook
     assert isinstance(sums, HookSums)
     assert hook is not None
     for op in step.program.schedule.ops:
-        if op.kind != "gather" or op.bucket not in hook.specs or op.bucket in step.context.idle:
+        if op.kind != "gather" or op.bucket not in hook.specs or op.bucket in step.idle:
             continue
         bucket = step.program.buckets[op.bucket]
         parts = [(part.sources[0], part.weight) for part in step.source.parts(op.bucket)]
@@ -177,23 +200,6 @@ def _put_sparse(step: Step, leaf: int, total: Tensor, sources: list[Tensor | Non
         step.check.gathered(leaf, sources)
 
 
-def unpack(step: Step, position: int) -> None:
-    """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
-    bucket = step.program.buckets[step.program.schedule.ops[position].bucket]
-    after = step.after
-    if bucket.rescaled and step.report is not None:
-        after = step.sums.result_factor(bucket, step.report, step.contributions.weight)
-    step.results.unpack(position, bucket.index, step.memory(bucket.index), after)
-
-
-def _repair_memory(step: Step, op: Op) -> Tensor:
-    bucket = step.program.buckets[op.bucket]
-    memory = step.repairs[op.bucket] = step.pool.acquire(
-        bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.devices[bucket.device]
-    )
-    return memory
-
-
 def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> float:
     op = step.program.schedule.ops[position]
     bucket = step.program.buckets[op.bucket]
@@ -201,20 +207,11 @@ def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> 
     if chunk is not None:
         return source.pack_chunk_(chunk, buffer)
     scale = step.scale
-    if step.report is not None:
-        weight = step.contributions.weight
-        scale = step.sums.scale_after_report(
-            bucket, step.report, weight, repairs=op.when != "always"
-        )
+    if op.when != "always":
+        scale = step.sums.repair_scale(step.contributions.weight)
     if op.when == "late":
         return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
     return source.pack_(bucket.index, buffer, bucket.layout, scale)
-
-
-def _fail_pack(step: Step, buffer: Tensor, position: int, error: Exception) -> None:
-    bucket = step.program.schedule.ops[position].bucket
-    step.fail(pack_error(step.program, bucket, buffer, step.source, error))
-    _write(step, NOTHING, buffer, position)
 
 
 def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
@@ -250,3 +247,79 @@ def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
     work = sums.advance(reduction, operand(step, position), step.hook_states, what)
     started = step.works[op.bucket] = StageWork(sums, work, is_last=op.kind != "stage")
     return started
+
+
+class RowsWork:
+    """A reduce-scatter of several rows; see [Note: virtual ranks] in `core/schedule/virtual.py`.
+
+    A rank sends one partial sum for each span of virtual ranks that it carries, as rows of one
+    reduce-scatter, which adds them along the tree. Waiting for it copies the last sum to the
+    buffer. What the buffer cannot hold stays in the step's scratch memory for the next reduction.
+
+    Attributes:
+        done_s: as `Work.done_s`.
+    """
+
+    def __init__(self, step: Step, position: int, memory: Tensor, work: Work) -> None:
+        self._step, self._position = step, position
+        self._memory, self._work = memory, work
+
+    @property
+    def done(self) -> bool:
+        """True if `wait` would not block."""
+        return self._work.done
+
+    @property
+    def done_s(self) -> float | None:
+        """As `Work.done_s`."""
+        return self._work.done_s
+
+    def wait(self, what: str) -> None:
+        """Wait for the collective, and take its results out of the rows."""
+        self._work.wait(what)
+        step, position = self._step, self._position
+        program = step.program
+        tree, op = program.trees[position], program.schedule.ops[position]
+        block = program.schedule.topology.size(op.region.shard)
+        place, bucket = program.rank // block % len(tree.summands), op.bucket
+        rows = self._memory.view(len(tree.summands), tree.width, -1)[place]
+        start, stop = program.extents[position]
+        start += place * ((stop - start) // len(tree.summands))
+        stop = start + rows.shape[1]
+        *before, last = rows[: tree.sums].unbind(0)
+        step.memory(bucket)[start:stop].copy_(last)
+        if before:
+            # Keeps the memory from being reused.
+            step.scratch["left", bucket, start, stop] = rows[: tree.sums - 1]
+        step.pool.release(("rows", bucket, position), self._memory)
+
+
+def launch_rows(step: Step, position: int, wait_soon: bool) -> RowsWork:
+    """Start a reduce-scatter in which some rank has several summands, or keeps several sums."""
+    op, tree = step.program.schedule.ops[position], step.program.trees[position]
+    own = operand(step, position)
+    key = ("rows", op.bucket, position)
+    memory = step.pool.acquire(key, tree.width * own.numel(), own.dtype, own.device)
+    rows = memory.view(len(tree.summands), tree.width, -1)
+    for number, total in enumerate((*_before(step, position), own)):
+        rows[:, number].copy_(total.view(len(tree.summands), -1))
+    work = step.transport.reduce_scatter(
+        memory,
+        axes=op.axes,
+        tree=tree,
+        record_time=step.record_time,
+        wait_soon=wait_soon,
+    )
+    started = step.works[op.bucket] = RowsWork(step, position, memory, work)
+    return started
+
+
+def _before(step: Step, position: int) -> Iterable[Tensor]:
+    """Partial sums of this rank but the one in the buffer."""
+    program = step.program
+    op = program.schedule.ops[position]
+    start, stop = program.extents[position]
+    if program.schedule.topology.size(op.region.shard) > 1:  # sums over ranks already
+        left = step.scratch.pop(("left", op.bucket, start, stop), None)
+        return () if left is None else left.unbind(0)
+    return [span[start:stop] for span in step.source.spans(op.bucket)]

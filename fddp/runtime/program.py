@@ -6,27 +6,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from fddp.core.numerics.overflow import max_safe_magnitude
+from fddp.core.numerics.weighting import WeightScale
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
-from fddp.core.schedule.op import Op, Region, chunk, is_collective
+from fddp.core.schedule.op import Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, association, summands
+from fddp.core.schedule.schedule import Schedule, association, summands
 from fddp.core.schedule.sum_tree import SumTree
-from fddp.native.autograd_leaves import (
-    LeafTypes,
-    Members,
-    NativePacking,
-    leaf_types,
-    members,
-    packing,
-)
+from fddp.native import extension
 from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
+
+if TYPE_CHECKING:
+    from fddp._C import BucketMembers, BucketPacking, LeafTypes
 
 # Gradients of at least this size are packed as they arrive, while they are in the cache and so that
 # the allocator can reuse their memory. Smaller ones are packed together.
@@ -49,7 +46,6 @@ class BucketProgram:
         device: device in the plan.
         sparse: True for a single leaf with sparse gradients.
         is_view: True if results are views of the buffer.
-        rescaled: True if the bucket is reduced again when the agreed scale does not fit.
         max_safe_magnitude: largest magnitude of contributions whose sum cannot overflow.
     """
 
@@ -64,25 +60,7 @@ class BucketProgram:
     device: str
     sparse: bool
     is_view: bool
-    rescaled: bool
     max_safe_magnitude: float
-
-
-class Instruction(NamedTuple):
-    """An operation of the schedule, prepared.
-
-    Attributes:
-        position: position in the schedule.
-        op: the operation.
-        awaited: positions of the collectives of buckets that must have finished before, including
-            those awaited by dependencies that may be skipped.
-        needs_report: True if the control word must have been read before.
-    """
-
-    position: int
-    op: Op
-    awaited: tuple[int, ...]
-    needs_report: bool
 
 
 @dataclass(frozen=True)
@@ -145,26 +123,39 @@ class Program:
         return tuple(_bucket_program(self, index) for index in range(len(self.plan.buckets)))
 
     @cached_property
-    def instructions(self) -> tuple[Instruction, ...]:
-        """All operations, in launch order."""
+    def first_repair(self) -> int:
+        """Position of the first operation that only some reports ask for."""
+        ops = enumerate(self.schedule.ops)
+        return next((i for i, op in ops if op.when != "always"), len(self.schedule.ops))
+
+    @cached_property
+    def waits(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, the positions of the collectives of buckets that must have finished
+        before, including those that dependencies wait for which may be skipped."""
         ops = self.schedule.ops
-        decided = next((i for i, op in enumerate(ops) if op.when != "always"), len(ops))
-        prepared: list[Instruction] = []
-        for position, op in enumerate(ops):
+        waits: list[tuple[int, ...]] = []
+        for op in ops:
             awaited: dict[int, None] = {}
             for dep in op.deps:
                 if is_collective(ops[dep]) and ops[dep].bucket >= 0:
                     awaited[dep] = None
                 if ops[dep].when != "always":
-                    awaited.update(dict.fromkeys(prepared[dep].awaited))
-            needs_report = op.kind in ("gather", "unpack") or position >= decided
-            prepared.append(Instruction(position, op, tuple(awaited), needs_report))
-        return tuple(prepared)
+                    awaited.update(dict.fromkeys(waits[dep]))
+            waits.append(tuple(awaited))
+        return tuple(waits)
 
     @cached_property
-    def rescaled(self) -> frozenset[int]:
-        """Buckets that are reduced again where the agreed scale does not fit."""
-        return frozenset(bucket.index for bucket in self.buckets if bucket.rescaled)
+    def scale(self) -> WeightScale:
+        """Factors of the weighted mean."""
+        if self.schedule.result == "replicated":  # shards are gathered, not averaged
+            return WeightScale(self.schedule.topology.world_size)
+        return WeightScale(summands(self.schedule), self.schedule.scaling)
+
+    @cached_property
+    def narrow(self) -> str:
+        """First bucket that is summed in float16, for error texts; "" if there is none."""
+        found = (b.text for b in self.buckets if b.wire_dtype is torch.float16 and not b.sparse)
+        return next(found, "")
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -211,15 +202,16 @@ class Program:
         return found
 
     @cached_property
-    def packings(self) -> tuple[NativePacking, ...]:
+    def packings(self) -> tuple[BucketPacking, ...]:
         """For each bucket, the leaves that are packed early and those packed together, in the
         extension."""
         made = []
         for bucket, layout in enumerate(self.layouts):
-            early = self.early.get(bucket, ())
+            early = [(position, slot.native) for position, slot in self.early.get(bucket, ())]
             alone = {position for position, _ in early}
             together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
-            made.append(packing(together, layout.part(together), early))
+            part = layout.part(together).native
+            made.append(extension.compiled.BucketPacking(together, part, early))
         return tuple(made)
 
     @cached_property
@@ -241,14 +233,20 @@ class Program:
         return tuple(tuple(self.number[i] for i in b.leaves) for b in self.plan.buckets)
 
     @cached_property
-    def members(self) -> Members:
+    def members(self) -> BucketMembers:
         """`member_numbers` in the extension."""
-        return members(self.member_numbers)
+        return extension.compiled.BucketMembers(self.member_numbers)
 
     @cached_property
     def leaf_types(self) -> LeafTypes:
         """Shapes and dtypes of the leaves, in the extension."""
-        return leaf_types(self.plan.leaves)
+        leaves = self.plan.leaves
+        dtypes = [getattr(torch, leaf.dtype, None) for leaf in leaves]
+        return extension.compiled.LeafTypes(
+            [leaf.shape for leaf in leaves],
+            [dtype if isinstance(dtype, torch.dtype) else None for dtype in dtypes],
+            [leaf.reducible for leaf in leaves],
+        )
 
 
 def _eager_bytes(program: Program, bucket: int) -> float:
@@ -281,7 +279,6 @@ def _bucket_program(program: Program, index: int) -> BucketProgram:
         device=planned.device,
         sparse=planned.sparse,
         is_view=wire == planned.dtype and schedule.result != "sharded_mean",
-        rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
         max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, summands(schedule)),
     )
 

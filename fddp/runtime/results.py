@@ -70,6 +70,10 @@ class Results:
         """True if all checked results are finite."""
         return self._read().finite
 
+    def check_finite(self) -> None:
+        """Check all results from now on."""
+        self.checks = True
+
     def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
         """Unpack the results of one operation from a dense bucket, times `after`."""
         chunk = self._program.shards.chunks.get(position)

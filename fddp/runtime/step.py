@@ -22,111 +22,155 @@ import zlib
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.protocol.launch import Action
+from fddp.core.protocol.lifecycle import Event, Life, advance
 from fddp.errors import FddpError, error_text
-from fddp.native.autograd_leaves import GradientCounter, GraphInfo
-from fddp.native.executor import Executor, new_executor
-from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.native import extension
+from fddp.native.buffer_pool import BufferPool
+from fddp.native.layout import Stats
+from fddp.runtime.compiled import CompiledProgram, RegularWord
+from fddp.runtime.contributions import NOTHING, Contributions, GraphInfo
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
+from fddp.runtime.nonfinite import Policy
 from fddp.runtime.results import Devices, Results
-from fddp.runtime.step_context import USUAL, ListKey, RegularWord, StepContext
 from fddp.runtime.sums import Sums
+from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.waits import note_wait
+from fddp.transport.base import Transport
+
+if TYPE_CHECKING:
+    from fddp._C import Executor, GradientCounter, StepCalls
 
 _CPU = torch.device("cpu")
+_OPENED, _ = advance(Life(), "opened")
 
 
 class Step:
     """One synchronisation.
 
-    Attributes:
-        number: number of the synchronisation.
-        method: the call, which must be the same on all ranks that contribute.
-        contributions: gradients and weight of this rank; none until `begin`.
-        source: contributions to pack; none on a rank that has failed.
-        has_next: True if this rank has input for another step.
-        hook_states: state of the communication hook by bucket, replaced by the new state once the
-            step has succeeded; () if the hook is stateless.
-        allow_idle_ranks: True to let ranks of weight 0 contribute zeros under a hook that divides
-            by the number of ranks; the same on all ranks that have input.
-        failure: error of this rank.
-        is_orderly: True once the step has ended, in success or failure, with all collectives done.
-        report: the control word summed over ranks, once it was read.
-        failures: error text of each rank, once they were exchanged; "" for ranks without one.
-        after: factor on results.
-        repairs: memory of late gradients by bucket.
-        scratch: further memory of operations.
-        sparse: sparse buckets that the hook has reduced: this rank's gradients, and the result.
-        works: the collective that was started last, by bucket, if Python has started it.
+    Args:
+        code: the program to run.
+        calls: functions of Python for what is not native.
+        transport: transport of the collectives.
+        pool: memory for buckets.
+        recorder: flight recorder of the operations.
+        number: number of the step.
+        method: the call that opens it.
+        when: text that must be the same on all ranks, beside the number.
+        idle: buckets that are left out because no rank used them in the step before; a gradient for
+            one makes it late. The same on all ranks.
+        nonfinite: policy for non-finite numbers.
         record_time: True to record times, norm and finiteness.
-        fingerprint: number that is equal on ranks in the same step of the same plan.
-        opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
     """
 
-    def __init__(self, context: StepContext) -> None:
-        self.context, self.code = context, context.code
-        self.program, self.bound_hook = self.code.program, self.code.hook
-        program = self.program
-        self.transport, self.pool, self.recorder = context.transport, context.pool, context.recorder
-        self.number, self.method = context.step, context.method
-        self.record_time, self.scale = context.with_stats, context.scale
-        self.contributions: Contributions = NOTHING
-        self.source: Contributions = NOTHING
-        self.has_next = True
-        self.hook_states: Sequence[Any] = ()
-        self.allow_idle_ranks = False
-        self.failure: BaseException | None = None
-        self.failures: Sequence[str] = ()
-        self.is_orderly = self.backward_ended = False
-        self.report: ControlReport | None = None
-        self.after = 1.0
-        self.devices = Devices(cpu=_CPU)
-        self.repairs: dict[int, Tensor] = {}
-        self.scratch: dict[Hashable, Tensor] = {}
-        self.sparse: dict[int, tuple[list[Tensor | None], Tensor]] = {}
-        self.works: dict[int, Any] = {}
+    def __init__(
+        self,
+        code: CompiledProgram,
+        calls: StepCalls,
+        transport: Transport,
+        pool: BufferPool,
+        recorder: Recorder,
+        number: int,
+        method: Method,
+        *,
+        when: str = "",
+        idle: frozenset[int] = frozenset(),
+        nonfinite: Policy = "propagate",
+        record_time: bool = False,
+    ) -> None:
         self.opened_s = self.begun_s = perf_counter()
-        moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
-        self.fingerprint = zlib.crc32(moment.encode())
-        is_usual = not (context.idle or context.with_stats)
-        self.key = USUAL if is_usual else ListKey(context.idle, context.with_stats)
-        self.first_lists = self.code.first_lists(self.key)
-        self.is_whole: bool | None = None  # True if no gradient is missing; None if not known
-        self.regular_word: RegularWord | None = None
-        self.sent_word = False
+        self.code, self.program = code, code.program
+        self.transport, self.pool, self.recorder = transport, pool, recorder
+        self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
+        self.idle = idle
+        # Call that the control word reports, equal on all ranks that contribute. `begin` clears it
+        # where other ranks may make another call.
+        self.method = method
+        # Identifies the step in error texts; its checksum in the control word is equal on ranks in
+        # the same step of the same plan.
+        self.moment = f"{number}{when}"
+        self.fingerprint = zlib.crc32(self.moment.encode(), code.seed)
+        # What the caller's function returned that began the step: the structure of its results.
+        self.begun: Any = None
+        # Gradients and weight of this rank from `begin` on, for its reports and results.
+        self.contributions: Contributions = NOTHING
+        # The same, to pack; nothing from a failure of this rank on.
+        self.source: Contributions = NOTHING
+        # Factors on gradients before the sum, and on results after it; `begin` and the report may
+        # set others.
+        self.scale = code.program.scale
+        self.after = 1.0
+        # True if this rank has input for another step; from the loop over uneven inputs.
+        self.has_next = True
+        # True to let ranks of weight 0 contribute zeros under a hook that divides by the number of
+        # ranks; the same on all ranks that have input.
+        self.allow_idle_ranks = False
+        # State of the communication hook by bucket; replaced by the new one in a step that
+        # succeeds, so that a step that fails keeps the old one. () if the hook is stateless.
+        self.hook_states: Sequence[Any] = ()
+        # Error of this rank, until it is raised, and its text for the others.
+        self.failure: BaseException | None = None
         self.failure_text = ""
+        # Error texts of all ranks, once they were exchanged; "" for ranks without one.
+        self.failures: Sequence[str] = ()
+        # Word of a step in which nothing is unusual, with the report that it leads to; None where
+        # something is.
+        self.regular: RegularWord | None = None
+        # Sum of the control words, from the moment at which it is read.
+        self.report: ControlReport | None = None
+        # State of the step. It ends once: with results, in a failure of all ranks, or broken.
+        self.life = _OPENED
         self.is_prepared = False
-        self.executor: Executor = new_executor(
-            self.code.constants,
-            self.code.collectives,
-            context.recorder.ring,
-            context.recorder.number_of(program.schedule),
-            context.step,
+        # Devices of the buckets, by their label in the plan, from the leaves of this step.
+        self.devices = Devices(cpu=_CPU)
+        # Buffers of late gradients by bucket, returned to the pool with the others.
+        self.repairs: dict[int, Tensor] = {}
+        # What an operation leaves for a later one of the same bucket.
+        self.scratch: dict[Hashable, Tensor] = {}
+        # Sparse buckets that the hook has reduced: this rank's gradients, and the result.
+        self.sparse: dict[int, tuple[list[Tensor | None], Tensor]] = {}
+        # By bucket, the collective that Python has started last, for its times.
+        self.works: dict[int, Any] = {}
+        # Non-finite numbers of the step; None if they are propagated.
+        self.check: FiniteCheck | None = None
+        if nonfinite != "propagate":
+            hook = None if code.hook is None else code.hook.hook
+            self.check = FiniteCheck(nonfinite, self.program, self.results, hook, recorder)
+        # Runs the list of the program, also from threads of backward. It refers to the step weakly,
+        # because hooks of gradients keep it alive.
+        self.executor: Executor = extension.compiled.Executor(
+            code.native,
+            calls,
+            code.collectives.native,
+            recorder.ring,
+            recorder.number_of(self.program.schedule),
+            number,
             weakref.ref(self),
-            self.first_lists.before_word,
+            [*idle],
+            record_time,
+            record_time or self.check is not None,
         )
-        self.check: FiniteCheck | None = None  # None if non-finite numbers are propagated
-        if context.nonfinite != "propagate":
-            hook = None if self.bound_hook is None else self.bound_hook.hook
-            self.check = FiniteCheck(
-                context.nonfinite, program, self.results, hook, context.recorder
-            )
 
     # Made when they are needed, which most steps do not.
 
     @cached_property
     def sums(self) -> Sums:
         """Scaling of the sums."""
-        hook, context = self.bound_hook, self.context
-        return Sums(self.program, context.scale) if hook is None else HookSums(hook, context)
+        hook = self.code.hook
+        if hook is None:
+            return Sums(self.program)
+        return HookSums(
+            hook, self.program, self.transport, self.number, record_time=self.record_time
+        )
 
     @cached_property
     def leaves(self) -> list[Tensor | None]:
@@ -149,7 +193,16 @@ class Step:
         """Phase of the step, for error texts of other ranks."""
         if self.is_orderly:
             return "between steps"
-        return "after backward" if self.backward_ended else "in forward"
+        return "after backward" if self.life.name == "complete" else "in forward"
+
+    @property
+    def is_orderly(self) -> bool:
+        """True if the step has ended, in success or failure, with all collectives done."""
+        return self.life.name in ("ended", "failed")
+
+    def note(self, event: Event) -> None:
+        """Note an event in the life of the step."""
+        self.life, _ = advance(self.life, event)
 
     # Contributions
 
@@ -174,13 +227,12 @@ class Step:
             allow_idle_ranks: see the attribute.
         """
         self.begun_s = perf_counter()
-        self.contributions = contributions
-        self.allow_idle_ranks = allow_idle_ranks
-        if self.context.nonfinite == "raise":
+        self.contributions, self.allow_idle_ranks = contributions, allow_idle_ranks
+        if self.nonfinite == "raise":
             contributions.retain_sources()
         if not self.code.is_native:
             self.note_devices(leaves)
-        if self.bound_hook is not None:
+        if self.code.hook is not None:
             self.scale = self.sums.scale(contributions.weight)
         if self.failure is not None:
             return
@@ -196,28 +248,33 @@ class Step:
         """
         own = self.contributions.backward
         assert own is not None
-        own.leaf_set = leaf_set
+        own.collect(leaf_set)
         self.prepare()
         own.arm(view, previous, self.memory, self.scale, self.executor)
+        self.note("armed")
 
     def prepare(self) -> None:
-        """Allocate the buffers, and let the extension pack where it can."""
+        """Allocate the buffers, and let the extension pack and report where it can."""
         self.is_prepared = True
         if self.source.allocates_early:
             for bucket in self.program.buckets:
-                if not bucket.sparse and bucket.index not in self.context.idle:
+                if not bucket.sparse and bucket.index not in self.idle:
                     self.executor.set_buffer(bucket.index, self.new_memory(bucket.index))
-        checks = self.record_time or self.check is not None
-        if self.failure is not None or checks or not self.code.packs_natively:
+        if self.failure is not None:
             return
-        only, weight = self.source.only(), self.source.own_weight
-        if only is None:
+        source, code = self.source, self.code
+        has_order = self.program.control.with_order and source.backward is not None
+        is_usual = source.weight == 1.0 and self.has_next and not (self.idle or has_order)
+        if is_usual and code.has_regular_words:
+            self.regular = code.regular_word(self.method)
+            self.executor.set_regular_word(self.regular.vector, self.fingerprint)
+        if self.record_time or self.check is not None or not code.packs_natively:
             return
-        factor = self.scale.unit_factor if weight == 1.0 else self.scale.before(weight)
+        only = source.only()
         if isinstance(only, list):
-            self.is_whole = self.executor.pack_leaves(only, factor)
-        else:
-            self.executor.pack_counted(only, factor)
+            self.executor.pack_leaves(only, self.scale.before(source.own_weight))
+        elif only is not None:
+            self.executor.pack_counted(only, self.scale.before(source.own_weight))
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""
@@ -252,22 +309,46 @@ class Step:
         the error on other ranks."""
         if self.failure is not None:
             return
-        self.failure, self.source = error, NOTHING
-        self.executor.pack_in_python()
+        self.note("failed")
+        self.failure, self.source, self.regular = error, NOTHING, None
+        self.executor.leave_to_python()
         self.failure_text = where + error_text(error)
         if isinstance(error, FddpError):
             rank = self.transport.rank
             error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
 
-    def close(self) -> None:
-        """Release the buckets, once all collectives are done."""
+    def leave_regular(self) -> None:
+        """Send another control word than the regular one."""
+        self.regular = None
+
+    def take_report(self, report: ControlReport, after: float = 1.0) -> None:
+        """Take the sum of the control words, and the factor on results that follows from it."""
+        self.report, self.after = report, after
+
+    def take_results(self, leaves: list[Tensor | None]) -> None:
+        """Take the results of all leaves."""
+        self.leaves = leaves
+
+    def take_states(self, states: Sequence[Any]) -> None:
+        """Take the new state of the communication hook."""
+        self.hook_states = states
+
+    def end(self, event: Event, failures: Sequence[str] = ()) -> None:
+        """End the step in the order of all ranks: by their report, with their error texts."""
+        self.note(event)
+        self.failures = failures
+
+    def close(self, event: Event, error: BaseException | None = None) -> None:
+        """Release the buckets, once all collectives are done, and end the step; with an error for
+        `raise_failure`, if all ranks have one."""
+        self.failure = error
         for bucket, repair in self.repairs.items():
             self.pool.release(bucket, repair)
         for bucket, buffer in enumerate(self.executor.buffers()):
             if buffer is not None:
                 self.pool.release(bucket, buffer)
         self.contributions.release()
-        self.is_orderly = True
+        self.note(event)
         if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
 
@@ -287,3 +368,22 @@ class Step:
                 raise error
         finally:
             del error
+
+
+class Outcome(NamedTuple):
+    """Outcome of a step.
+
+    Attributes:
+        step: the step, which has ended.
+        leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
+        report: the control word summed over ranks.
+        stats: squared norm and finiteness of the synchronised gradients; None unless requested.
+        skipped: True if all ranks skipped the step because of a non-finite number; all leaves are
+            then None.
+    """
+
+    step: Step
+    leaves: list[Tensor | None]
+    report: ControlReport
+    stats: Stats | None
+    skipped: bool = False

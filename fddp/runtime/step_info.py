@@ -9,24 +9,23 @@ from fddp.core.protocol.launch import Action
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
 from fddp.runtime.hook_sums import HookSums, StageWork
-from fddp.runtime.step import Step
-from fddp.runtime.step_context import Outcome
+from fddp.runtime.step import Outcome, Step
 from fddp.telemetry.step_info import SyncInfo, Trace
 from fddp.telemetry.waits import waits_since
 
 
 def make_info(
-    step: Step, outcome: Outcome, backward_s: tuple[float, float], *, begun_s: float = math.inf
+    outcome: Outcome, backward_s: tuple[float, float], *, begun_s: float = math.inf
 ) -> SyncInfo:
     """Return the `SyncInfo` of a finished step; to be called on the thread that finished it.
 
     Args:
-        step: a step with `record_time`.
-        outcome: outcome of the step.
+        outcome: outcome of a step with `record_time`.
         backward_s: times at which backward began and ended.
         begun_s: time at which the forward pass began, if that was before the step was opened.
     """
-    program, report, transport = step.program, outcome.report, step.transport
+    step, report = outcome.step, outcome.report
+    program, transport = step.program, step.transport
     end_s = time.perf_counter()
     stats = outcome.stats or Stats(math.nan, False)
     begun_s = min(begun_s, step.opened_s, backward_s[0])

@@ -17,9 +17,9 @@ from torch import Tensor
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.schedule.sum_tree import tree_additions
 from fddp.errors import InternalError
+from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, views
-from fddp.native.pack import plus
 from fddp.runtime.contributions import BackwardContributions, Contributions, WeightedGradients
 from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
@@ -58,19 +58,16 @@ class VirtualSums:
     Args:
         program: program of the step.
         pool: memory of the sums.
-        scale: the agreed unit of weight.
         devices: devices of the leaves.
 
     Attributes:
-        program, scale: as above.
+        program: as above.
         weights: weights of the virtual ranks so far.
         used: for each reduced leaf, True if one of them has a gradient.
     """
 
-    def __init__(
-        self, program: Program, pool: BufferPool, scale: WeightScale, devices: Devices
-    ) -> None:
-        self.program, self.scale = program, scale
+    def __init__(self, program: Program, pool: BufferPool, devices: Devices) -> None:
+        self.program = program
         self._pool, self._devices = pool, devices
         self._turns = _turns(program)
         # By bucket: sums of one span, complete spans, and buffers that are free.
@@ -119,7 +116,7 @@ class VirtualSums:
             own = buffer[: len(left)]
             torch.add(left, own, out=own)
         self._totals[bucket] = buffer
-        return plus(self._peaks[bucket], peak)
+        return extension.compiled.add_bounds(self._peaks[bucket], peak)
 
     def spans(self, bucket: int) -> list[Tensor]:
         """Sums of the spans before the last."""
@@ -147,10 +144,10 @@ class VirtualSums:
     def _pack(self, bucket: BucketProgram, buffer: Tensor, contributions: Contributions) -> None:
         buffer[bucket.numel :].zero_()
         try:
-            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.scale)
+            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.program.scale)
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
-        self._peaks[bucket.index] = plus(self._peaks[bucket.index], peak)
+        self._peaks[bucket.index] = extension.compiled.add_bounds(self._peaks[bucket.index], peak)
 
     def _memory(self, bucket: BucketProgram) -> Tensor:
         index = bucket.index
@@ -231,4 +228,4 @@ class RowsContributions(Contributions):
 
 def new_sums(step: Step) -> VirtualSums:
     """Return empty sums for the virtual ranks of a step's rank."""
-    return VirtualSums(step.program, step.pool, step.scale, step.devices)
+    return VirtualSums(step.program, step.pool, step.devices)

@@ -1,82 +1,199 @@
-"""Engine of a `GradSync`: opens and finishes steps, and keeps the state between them."""
+"""Engine of a `GradSync`: the one place that opens, fails and finishes steps and rebuilds plans."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fddp.core.numerics.weighting import WeightScale
+from fddp.core.check import check_schedule
+from fddp.core.plan.defaults import timeout_error
+from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.schedule.schedule import summands
-from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
+from fddp.core.schedule.builder import make_all_gather_schedule
+from fddp.core.schedule.piggyback import with_separate_word
+from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.stages import count_stages
+from fddp.errors import (
+    ClosedError,
+    DesyncError,
+    PeerError,
+    RankLostError,
+    ReentryError,
+    SyncTimeoutError,
+    TreeMismatchError,
+    UnevenError,
+    error_text,
+)
+from fddp.hooks.hook import Hook
+from fddp.native.buffer_pool import BufferPool
+from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.donation import donate
+from fddp.runtime.finish import calls
 from fddp.runtime.finish import finish as finish_step
+from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
-from fddp.runtime.step import Step
-from fddp.runtime.step_context import NO_BUCKETS, Outcome, StepContext
-from fddp.sync.configuration import EngineConfiguration
-from fddp.sync.request import EngineSpec
+from fddp.runtime.step import Outcome, Step
+from fddp.sync.request import EngineSpec, deterministic_hook_error
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
-from fddp.transport import Group, resolve
+from fddp.transport import Group, Transport, open_transport, resolve
+from fddp.transport.mesh import usable_transport
 
 _MAX_FAILURE_CHARS = 500
 
 
-class Engine(EngineConfiguration):
+@dataclass(frozen=True)
+class Setup:
+    """What steps run: replaced as a whole by a new plan or hook.
+
+    Attributes:
+        schedule: the agreed schedule. With a hook, the program's has a separate control word and
+            the stages of the hook.
+        hook: the communication hook in force, if there is one.
+        code: the program of a step.
+        gathering: the program that turns shards into whole leaves, if steps give shards.
+    """
+
+    schedule: Schedule
+    hook: Hook[Any] | None
+    code: CompiledProgram
+    gathering: CompiledProgram | None
+
+
+class Engine:
     """Opens and finishes steps, and keeps the state between them. Making one is a collective call.
 
     Args:
         request: the caller's request.
-
-    Attributes:
-        arrivals: numbers of gradients by leaf in the last backward pass.
-        in_backward: True while backward of a step runs.
-        step: number of the next step.
-        finished: one more than the number of the last successful step; 0 before.
-        last_failed: True if the last step ended with an error, on all ranks.
-        scale: the agreed unit of weight.
-        round: round of the loop over uneven inputs, if one runs.
-        timeout_s: timeout requested by the caller.
-        recorder: flight recorder of the operations.
-        when: suffix of the next step's `moment`; ranks with different suffixes are out of step.
-        closed_by: reason for which no further step may start; "" while the engine is open.
-        superseded: True if another engine replaces this one.
-        label, advice: owner of the engine, and what to do once it is closed, for errors.
     """
 
     def __init__(self, request: EngineSpec) -> None:
-        super().__init__(request)
+        group = request.span.group
+        name = usable_transport(request.transport, group)
+        timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
+        # Ranks agree on the transport ...
+        self.transport = open_transport(group, name, timeout_s, request.title)
+        # Memory of buckets; buffers come back as soon as no result uses them.
+        self._pool = BufferPool(self.transport.empty)
+        # True if this rank's trees have arrays of another library.
+        self._foreign = request.is_foreign
+        # Axes for which the transport has groups; they are opened once.
+        self._groups: list[tuple[str, ...]] = []
+        try:
+            # ... on plan and options ...
+            self.terms = _agreed_terms(self.transport, request)
+            # ... and on the groups along the axes of the schedule, which is proved first.
+            schedule = self.terms.schedule_of(self.terms.plan)
+            self.setup = self._made(schedule, self.terms.hook, self.terms.rebuild is not None)
+        except BaseException:
+            self.transport.close()
+            raise
+        # Limit that the caller asked for, for a rebuild.
         self.timeout_s = request.timeout_s
-        self.arrivals: Arrivals | None = None
-        self.in_backward = False
-        self.step = 0
-        self.finished = 0
+        # Number of the next step; one more than that of the last successful step, 0 before.
+        self.step = self.finished = 0
+        # True if the last step ended with an error, on all ranks.
         self.last_failed = False
-        self.when = ""
+        # Steps that were opened and have not ended, by number: several, because a loss function may
+        # take steps itself.
+        self._running: dict[int, weakref.ref[Step]] = {}
+        # Waits for the step that was started and not awaited, if there is one. Never raises its
+        # error: its handle does.
+        self.in_flight: Callable[[], object] | None = None
+        # True while backward of a step runs, in which no other step may begin.
+        self.in_backward = False
+        # Arrivals of the last backward pass, by which the next one is expected to be like it.
+        self.arrivals: Arrivals | None = None
+        # Buckets that no rank used in the last step, and the next one leaves out.
         self._idle: frozenset[int] = frozenset()
-        self.scale = WeightScale(summands(self.schedule), scaling=self.schedule.scaling)
+        # State of the hook by bucket, from `set_hook` on; None if callers pass it.
+        self.hook_states: tuple[Any, ...] | None = None
+        # Round of the loop over uneven inputs, while one runs.
         self.round: Round | None = None
+        # Reason for which no further step may start; "" while the engine is open. Owner of the
+        # engine and advice, for its error.
         self.closed_by = ""
-        self.superseded = False
         self.label = "this GradSync, or its owner,"
         self.advice = (
             "build a new one on a working group, or rebuild this one there with its plan and "
             "state: sync = sync.rebuild(group)"
         )
+        # True if another engine replaces this one.
+        self.superseded = False
+        # Steps that succeed, while somebody collects them.
         self._watch: list[Step] | None = None
-        self._current: weakref.ref[Step] | None = None  # the newest
-        # Several: a loss function may take steps itself.
-        self._running: dict[int, weakref.ref[Step]] = {}
         self.recorder = Recorder("GradSync", self, self.transport)
-        self._group = weakref.ref(resolve(request.span.group))
+        # Weak, as the engine must not keep a group from being freed.
+        self._group = weakref.ref(resolve(group))
+
+    def _made(self, agreed: Schedule, hook: Hook[Any] | None, with_order: bool) -> Setup:
+        """Prove a schedule, bind a hook to it, and open the groups that it needs.
+
+        Raises:
+            ScheduleError: the schedule does not give its result.
+            ValueError: the hook has no place in it.
+        """
+        schedule = agreed
+        if hook is not None:
+            schedule = with_separate_word(schedule)
+        elif count_stages(schedule):
+            raise ValueError(
+                "the schedule has stages of a communication hook, and there is no hook; pass the "
+                "hook, or a schedule without stages"
+            )
+        check_schedule(schedule)
+        gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
+        if gather is not None:
+            check_schedule(gather)
+        groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
+        if groups != self._groups:
+            self.transport.open_subgroups(schedule.topology, groups)
+            self._groups = groups
+        rank, foreign = self.transport.rank, self._foreign
+        program, bound = Program(schedule, rank, with_order, foreign), None
+        if hook is not None:
+            program = staged(program, hook)
+            if program.schedule is not schedule:
+                check_schedule(program.schedule)
+            bound = BoundHook.of(hook, program)
+            if bound.stateful:  # by bucket: the plan must not be rebuilt
+                program = replace(program, with_order=False)
+        return Setup(
+            agreed,
+            hook,
+            CompiledProgram(program, self.transport, bound),
+            None
+            if gather is None
+            else CompiledProgram(Program(gather, rank, False, foreign), self.transport, None),
+        )
+
+    @property
+    def program(self) -> Program:
+        """The program of a step."""
+        return self.setup.code.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """The agreed schedule."""
+        return self.setup.schedule
+
+    @property
+    def hook(self) -> Hook[Any] | None:
+        """The communication hook in force."""
+        return self.setup.hook
+
+    @property
+    def gathering(self) -> CompiledProgram | None:
+        """The program that turns shards into whole leaves, if steps give shards."""
+        return self.setup.gathering
 
     @property
     def group(self) -> Group:
@@ -92,7 +209,7 @@ class Engine(EngineConfiguration):
 
     def at(self) -> tuple[int, str]:
         """Number of the running or else the next step, and its phase."""
-        step = None if self._current is None else self._current()
+        step = next((step() for step in reversed(self._running.values())), None)
         if self.is_closed:
             return self.step, "closed"
         if step is None or step.phase == "between steps":
@@ -127,68 +244,54 @@ class Engine(EngineConfiguration):
 
     # Steps
 
-    def open(self, method: Method, *, with_stats: bool) -> Step:
-        """Open the next step.
+    def run(
+        self,
+        method: Method,
+        begin: Callable[[Step], Any],
+        *,
+        with_stats: bool = False,
+        when: str = "",
+    ) -> Outcome:
+        """Run a step, from its opening to its outcome; its halves are `start` and `finish`.
 
         Args:
-            method: the call that opens it, on all ranks that contribute.
+            method: the call that takes the step, on all ranks that contribute.
+            begin: passes this rank's contribution to the step; its result is `Outcome.begun`. An
+                error fails the step on this rank, and is raised once all ranks know.
             with_stats: True if times, norm and finiteness are wanted.
+            when: text that must be the same on all ranks, beside the number of the step.
+
+        Raises:
+            Exception: as `open` and `finish`.
+        """
+        return self.finish(self.start(method, begin, with_stats=with_stats, when=when))
+
+    def start(
+        self,
+        method: Method,
+        begin: Callable[[Step], Any],
+        *,
+        with_stats: bool = False,
+        when: str = "",
+    ) -> Step:
+        """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
+        step = self.open(method, with_stats=with_stats, when=when)
+        try:
+            step.begun = begin(step)
+        except BaseException as error:
+            self.fail(step, error)
+        return step
+
+    def open(self, method: Method, *, with_stats: bool = False, when: str = "") -> Step:
+        """Open the next step. `begin` of it, or `fail`, and `finish` follow.
 
         Raises:
             ClosedError: the engine is closed.
             ReentryError: backward of another step runs.
             UnevenError: the other ranks have left the loop.
         """
-        turn = self.round
-        if turn is not None and turn.over:
-            # No other rank would take part.
-            self._check_open()
-            turn.synced += 1
-            raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
-        step = self._new_step(self.code, method, with_stats=with_stats)
-        step.hook_states = self.hook_states or ()
-        if turn is not None:
-            step.has_next = turn.has_next
-            turn.synced += 1
-            if turn.synced > 1:
-                step.fail(turn.problem())
-        return step
-
-    def open_gather(self) -> Step:
-        """Open a step that turns shards into whole leaves; not part of a round of uneven inputs.
-
-        Raises:
-            ClosedError, ReentryError: as `open`.
-        """
-        if self.gathering is None:
-            raise InternalError("the schedule gives no shards to gather")
-        return self._new_step(self.gathering, Method.ALL_GATHER, with_stats=False)
-
-    def _new_step(self, code: CompiledProgram, method: Method, *, with_stats: bool) -> Step:
         if self.in_flight is not None:
             self.finish_in_flight()
-        self._check_open()
-        averages = code is self.code  # False if shards are gathered
-        context = StepContext(
-            code,
-            self.transport,
-            self._pool,
-            self.scale if averages else WeightScale(self.transport.world_size),
-            self.step,
-            method,
-            with_stats,
-            self.recorder,
-            self._idle if averages else NO_BUCKETS,
-            # Parameters may be infinite, masks for instance.
-            self.terms.nonfinite if averages else "propagate",
-            self.when,
-        )
-        self.step += 1
-        step = Step(context)
-        self._current = self._running[step.number] = weakref.ref(step)
-        return step
-
-    def _check_open(self) -> None:
         if self.transport.closed_by or self.closed_by:
             self.check_usable()
         if self.in_backward:
@@ -197,9 +300,46 @@ class Engine(EngineConfiguration):
                 f"of the same GradSync runs, which ranks reach at different points; call it in "
                 f"the loss function itself, or use another GradSync for it"
             )
+        setup, turn = self.setup, self.round
+        code, idle, nonfinite = setup.code, self._idle, self.terms.nonfinite
+        if method is Method.ALL_GATHER and setup.gathering is not None:
+            # Parameters may be infinite, masks for instance; and inputs have no part in it.
+            code, idle, nonfinite, turn = setup.gathering, frozenset(), "propagate", None
+        if turn is not None:
+            turn.synced += 1
+            if turn.over:  # no other rank would take part
+                problem = turn.problem()
+                raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {problem}")
+        step = Step(
+            code,
+            calls(),
+            self.transport,
+            self._pool,
+            self.recorder,
+            self.step,
+            method,
+            when=when,
+            idle=idle,
+            nonfinite=nonfinite,
+            record_time=with_stats,
+        )
+        step.hook_states = self.hook_states or ()
+        if turn is not None:
+            step.has_next = turn.has_next
+            if turn.synced > 1:
+                step.fail(turn.problem())
+        self.step += 1
+        self._running[step.number] = weakref.ref(step)
+        return step
+
+    def fail(self, step: Step, error: BaseException) -> None:
+        """Fail a step on this rank, which `finish` completes with zeros; also for ranks that wait
+        in an operator of their loss function. Ranks in other steps ignore it."""
+        step.fail(error)
+        self.publish_step_failure(step.number, error)
 
     def finish(self, step: Step) -> Outcome:
-        """Finish a step, and update the state for the next one.
+        """Finish a step, and update the state for the next one: idle buckets, and once the plan.
 
         Raises:
             Exception: as `fddp.runtime.finish.finish`.
@@ -224,19 +364,20 @@ class Engine(EngineConfiguration):
             self.hook_states = tuple(step.hook_states)
         if self._watch is not None:
             self._watch.append(step)
-        report = self._apply_report(step)
+        report, program = outcome.report, step.program
+        self._note_inputs(step, report)
         if report.order and self.program.control.with_order:
-            reduced = self.program.plan.reduced
-            order = [reduced[slot] for slot in report.order]
-            self.set_plan(self.terms.rebuilt(self.program.plan, order))
+            order = [program.plan.reduced[slot] for slot in report.order]
+            self.set_plan(self.terms.rebuilt(program.plan, order))
         if self.terms.skips_unused:
-            self._idle = _unused_buckets(self.program, report)
+            self._idle = _unused_buckets(self.program, report)  # of the next step
         return outcome
 
     def _on_failure(self, step: Step, error: BaseException) -> None:
         if step.is_orderly:
             dump_on_failure(error)
-            self._apply_report(step)
+            if step.report is not None:
+                self._note_inputs(step, step.report)
             return
         self.recorder.fail()
         dump_on_failure(error, breaks=True)
@@ -246,6 +387,12 @@ class Engine(EngineConfiguration):
         self.transport.abandon(reason)
         self.transport.note_interrupted_step()
         self.close(reason)
+
+    def _note_inputs(self, step: Step, report: ControlReport) -> None:
+        """Note the ranks that have further input; the same on all ranks, also after a failure."""
+        if self.round is not None and step.program.schedule.result != "replicated":
+            self.round.any_next = report.has_next > 0
+            self.round.over = report.has_next == 0
 
     def note_backward(self, *, runs: bool) -> None:
         """Note that backward of a step begins to run, or has ended."""
@@ -257,29 +404,75 @@ class Engine(EngineConfiguration):
         if contributions is not None and contributions.leaf_set is not None:
             self.arrivals = contributions.arrivals()
 
-    @contextmanager
-    def watched(self) -> Iterator[list[Step]]:
-        """Collect the steps that succeed in the block."""
-        steps: list[Step] = []
-        self._watch = steps
-        try:
-            yield steps
-        finally:
-            self._watch = None
+    def finish_in_flight(self) -> None:
+        """Wait for a step in flight; its handle raises its errors."""
+        if self.in_flight is not None:
+            self.in_flight()
 
-    def close(self, reason: str) -> None:
-        """Free the communicator and all memory; a second call does nothing."""
+    # Plan, hook and memory
+
+    def set_plan(self, plan: BucketPlan) -> None:
+        """Use another plan for the same leaves from the next step on; the same on all ranks."""
+        bound = self.setup.code.hook
+        if bound is not None and bound.stateful:
+            raise ValueError(
+                f"the plan can't change under {bound.hook.name}, whose state is by bucket; tune "
+                f"without the hook, and pass on the plan"
+            )
+        self.setup = self._made(self.terms.schedule_of(plan), self.hook, False)
         self._pool.clear()
-        for code in (self.code, self.gathering):
-            if code is not None:
-                code.close()
-        self.transport.close(reason)
-        self.closed_by = self.closed_by or reason
 
-    def supersede(self, reason: str, advice: str) -> None:
-        """Close this engine in favour of another."""
-        self.close(reason)
-        self.closed_by, self.advice, self.superseded = reason, advice, True
+    def release_memory(self, *, keep_views: bool) -> None:
+        """Drop the buffers of earlier steps; with `keep_views`, only those that no result uses."""
+        if keep_views:
+            self._pool.trim()
+        else:
+            self._pool.clear()
+
+    def set_hook(self, hook: Hook[Any] | None) -> None:
+        """Use another hook from the next step on, and keep its state in the engine; a collective
+        call.
+
+        Raises:
+            ValueError: the schedule has no place for it, or is deterministic.
+            PlanMismatchError: ranks passed different hooks.
+        """
+        agree_on_hook(self.transport, hook)
+        if hook is not None and self.schedule.deterministic:
+            raise ValueError(deterministic_hook_error(hook))
+        self.setup = self._made(self.schedule, hook, self.program.control.with_order)
+        self.hook_states = None if hook is None else self.init_states()
+
+    def init_states(self) -> tuple[Any, ...]:
+        """State of the hook by bucket before the first step; () if there is none to keep."""
+        bound = self.setup.code.hook
+        return () if bound is None else bound.init_states(self.program)
+
+    def checked_states(self, states: Any, source: str) -> tuple[Any, ...]:
+        """Return the caller's states, if they have the form of this hook's.
+
+        Args:
+            states: the states; None if none were passed.
+            source: expression by which callers pass them, for errors.
+
+        Raises:
+            ValueError: no states were passed, and the hook needs some.
+            TreeMismatchError: the states differ in form from those of `init_states`.
+        """
+        bound = self.setup.code.hook
+        if bound is not None and bound.stateful:
+            if states is None:
+                raise ValueError(
+                    f"{bound.hook.name} keeps state, which this call would lose; begin with "
+                    f"sync.init_state(), and pass the state on by {source}"
+                )
+            return bound.checked(states)
+        if states is not None and states != ():
+            raise TreeMismatchError(
+                f"no hook keeps state, got a state of type {type(states).__name__}; pass the "
+                f"result of init_state, which is ()"
+            )
+        return ()
 
     def donate(self, grads: Any) -> None:
         """See `GradSync.donate`."""
@@ -287,9 +480,8 @@ class Engine(EngineConfiguration):
 
     def fail_step(self, error: BaseException) -> None:
         """Take part in the next step only to report an error, and raise it."""
-        step = self.open(Method.NOTHING, with_stats=False)
-        step.fail(error)
-        self.publish_step_failure(step.number, error)
+        step = self.open(Method.NOTHING)
+        self.fail(step, error)
         self.finish(step)
 
     def publish_step_failure(self, step: int, error: BaseException) -> None:
@@ -304,23 +496,42 @@ class Engine(EngineConfiguration):
         if not isinstance(error, PeerError):
             self.transport.publish_step_failure(step, error_text(error)[:_MAX_FAILURE_CHARS])
 
-    def _apply_report(self, step: Step) -> ControlReport:
-        """Update the state with the control word; the same on all ranks, also after a failure."""
-        report = step.report
-        if report is None:
-            raise InternalError("a step ended in order without a control word")
-        if step.program.schedule.result == "replicated":
-            return report  # gathering shards has no weights and no round
-        if self.round is not None:
-            self.round.any_next = report.has_next > 0
-            self.round.over = report.has_next == 0
-        if report.agreed and not report.failed and report.active:
-            total, scale = report.total_weight, step.context.scale
-            is_equal = report.total_squared * report.active == total * total
-            if not (is_equal and total / report.active == scale.unit):
-                scale = scale.next(total, report.total_squared, report.active)
-            self.scale = scale
-        return report
+    # The end
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Step]]:
+        """Collect the steps that succeed in the block."""
+        steps: list[Step] = []
+        self._watch = steps
+        try:
+            yield steps
+        finally:
+            self._watch = None
+
+    def close(self, reason: str) -> None:
+        """Free the communicator and all memory; a second call does nothing."""
+        self._pool.clear()
+        for code in (self.setup.code, self.setup.gathering):
+            if code is not None:
+                code.close()
+        self.transport.close(reason)
+        self.closed_by = self.closed_by or reason
+
+    def supersede(self, reason: str, advice: str) -> None:
+        """Close this engine in favour of another."""
+        self.close(reason)
+        self.closed_by, self.advice, self.superseded = reason, advice, True
+
+
+def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
+    """Return the agreed configuration. An error of this rank is reported to the others first."""
+    try:
+        terms = request.terms(transport)
+    except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
+        raise  # no communication is possible
+    except Exception as error:
+        return validate_across_ranks(transport, None, error)
+    return validate_across_ranks(transport, terms, None)
 
 
 def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parameter import is_lazy
 
+from fddp.core.entrance import entrance
 from fddp.core.text import counted
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
 from fddp.native.untraced import untraced
@@ -49,6 +50,7 @@ class Functional(NamedTuple):
     buffers: dict[str, Tensor]
 
 
+@entrance
 def functionalize(module: Module) -> Functional:
     """Return a module as a pure function of its parameters and buffers.
 
@@ -129,6 +131,7 @@ class Apply:
         )
 
     # Dynamo would trace into the bookkeeping; the module's own code stays compiled.
+    @entrance
     @untraced(_IN_A_GRAPH, callees=False)
     def __call__(
         self, params: _Tensors, buffers: _Tensors, /, *args: Any, **kwargs: Any

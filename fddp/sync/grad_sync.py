@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fddp.core.keywords import suggest_keywords
+from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
 from fddp.core.text import counted
 from fddp.hooks.hook import Hook
@@ -95,6 +95,7 @@ class GradSync(TreeSync):
 
     title = "GradSync"
 
+    @entrance
     @suggest_keywords
     def __init__(
         self,
@@ -165,6 +166,7 @@ class GradSync(TreeSync):
         where = f"rank {self.rank} of {self.world_size} over {self.transport}"
         return f"GradSync({' in '.join(what)}, {where})"
 
+    @entrance
     def value_and_grad(
         self,
         fn: Callable[..., Any],
@@ -193,6 +195,7 @@ class GradSync(TreeSync):
         kind = VirtualValueAndGrad if is_virtual else ValueAndGrad
         return kind(self._engine, fn, argnums, has_aux, with_info, weight_fn)
 
+    @entrance
     def tune(
         self, step: Callable[..., object], *args: Any, rounds: int = 5, **kwargs: Any
     ) -> TuneReport:
@@ -219,12 +222,13 @@ class GradSync(TreeSync):
         """
         return tune(self._engine, lambda: step(*args, **kwargs), rounds)
 
+    @entrance
     def rebuild(self, group: Group | None = None, *, mesh: Mesh | None = None) -> Self:
         """Return a `GradSync` like this one on another group; a collective call on that group.
 
         To be used after ranks were lost, after ranks have diverged by a step, and when a group
-        grows or shrinks; new ranks call `join`. Plan, options, unit of weight, step number and
-        expected gradients are kept, and states of hooks stay valid. This instance is closed on
+        grows or shrinks; new ranks call `join`. Plan, options, step number and expected
+        gradients are kept, and states of hooks stay valid. This instance is closed on
         success, and unchanged on failure.
 
         If ranks have finished different numbers of steps, all use the plan of the newest rank;
@@ -266,6 +270,7 @@ class GradSync(TreeSync):
         return other
 
     @classmethod
+    @entrance
     def join(
         cls,
         group: Group | None = None,
@@ -278,7 +283,7 @@ class GradSync(TreeSync):
     ) -> Self:
         """Return a `GradSync` on a new rank, while the others call `rebuild`; a collective call.
 
-        Plan, options, unit of weight and step number come from the other ranks; use
+        Plan, options and step number come from the other ranks; use
         `fddp.reconcile` for parameters and states.
 
         Args:
@@ -314,6 +319,7 @@ class GradSync(TreeSync):
             )
         return self
 
+    @entrance
     def close(self) -> None:
         """Free the communicator and all memory; a second call does nothing. Waits for a step in
         flight."""
@@ -323,6 +329,7 @@ class GradSync(TreeSync):
     def __enter__(self) -> Self:
         return self
 
+    @entrance
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._engine.in_flight = None  # other ranks may not have started it

@@ -15,6 +15,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CollectiveKind, Sample
@@ -57,6 +58,7 @@ def measure_cost(
 ) -> dict[str, tuple[Sample, ...]]: ...
 
 
+@entrance
 def measure_cost(
     group: Group | None = None,
     *,

@@ -1,9 +1,9 @@
 """Rebuild of an engine on another group, after a failure or with new ranks.
 
-After a failed step some ranks may have its result and others not. All ranks therefore use the plan,
-the unit of weight and the step number of the rank that has finished the most steps, the lowest of
-these. Plans may differ only by the order that rank 0 measured in a step that only some ranks have
-finished; any other difference is an error.
+After a failed step some ranks may have its result and others not. All ranks therefore use the plan
+and the step number of the rank that has finished the most steps, the lowest of these. Plans may
+differ only by the order that rank 0 measured in a step that only some ranks have finished; any
+other difference is an error.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ class Progress(NamedTuple):
     Attributes:
         finished: one more than the number of the last successful step; -1 for a new rank.
         step: number of the next step.
-        unit: the agreed unit of weight.
         digest: digest of the configuration.
         length: length of the configuration's JSON text.
     """
 
     finished: int
     step: int
-    unit: float
     digest: str
     length: int
 
 
-_PROGRESS: Schema = (str, int, int, float, str, int)
+_PROGRESS: Schema = (str, int, int, str, int)
 """Schema of a rank's error text and `Progress`."""
 
 
@@ -173,16 +171,15 @@ def _opened(spec: RebuildSpec) -> Engine:
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     engine.step, engine.finished = newest.step, newest.finished
-    engine.scale = replace(engine.scale, unit=newest.unit)
     engine.arrivals = None if spec.old is None else spec.old.arrivals
     return engine
 
 
 def _progress(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
     if old is None or own is None:
-        return Progress(-1, -1, 1.0, "", 0)
+        return Progress(-1, -1, "", 0)
     digest = hashlib.sha256(terms_to_json(own, plan=own.plan.shared_digest).encode()).hexdigest()
-    return Progress(old.finished, old.step, old.scale.unit, digest, len(text))
+    return Progress(old.finished, old.step, digest, len(text))
 
 
 def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> SyncConfig:

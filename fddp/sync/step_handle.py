@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from fddp.errors import InternalError
+from fddp.core.entrance import entrance
+from fddp.core.protocol.calls import Method
 from fddp.runtime.finish import send
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.step import Step
@@ -39,25 +38,13 @@ class StepHandle:
         [0.8500000238418579, 0.8500000238418579, 0.8500000238418579, 0.8500000238418579]
     """
 
-    def __init__(self, engine: Engine, step: Step, begin: Callable[[Step], TreeDef]) -> None:
-        """Begin an opened step; `advance` launches its collectives.
-
-        Args:
-            engine: engine that opened the step.
-            step: the step.
-            begin: passes the contribution of this rank to the step, and returns the structure of
-                the results. Its error is raised by `wait`, on all ranks.
-        """
+    def __init__(self, engine: Engine, step: Step) -> None:
+        """Hold a step that was begun; `advance` launches its collectives."""
         self.state: tuple[Any, ...] = ()
         self._engine = engine
-        self._treedef: TreeDef | None = None
-        self._leaves: Sequence[Tensor | None] = ()
+        self._results: Any = None
         self._error: BaseException | None = None
         self._step: Step | None = step  # None once it has ended
-        try:
-            self._treedef = begin(step)
-        except BaseException as error:
-            step.fail(error)
 
     def advance(self) -> None:
         """Launch the collectives that need not wait for others; with a communication hook, `wait`
@@ -71,6 +58,7 @@ class StepHandle:
         """True if the step has ended, so that `wait` does not block."""
         return self._step is None
 
+    @entrance
     def wait(self) -> Any:
         """Wait for the results and return them. Further calls return the same tensors.
 
@@ -87,9 +75,8 @@ class StepHandle:
         self._finish()
         if self._error is not None:
             raise self._error
-        if self._treedef is None:
-            raise InternalError("a step succeeded without a tree")
-        return self._treedef.unflatten(self._leaves)
+        treedef, leaves = self._results
+        return treedef.unflatten(leaves)
 
     def _finish(self) -> None:
         """End the step, and keep its results or its error for `wait`."""
@@ -98,7 +85,7 @@ class StepHandle:
             return
         self._engine.in_flight = None
         try:
-            self._leaves = self._engine.finish(step).leaves
+            self._results = step.begun, self._engine.finish(step).leaves
             self.state = tuple(step.hook_states)
         except BaseException as error:
             self._error = error
@@ -110,24 +97,18 @@ class StepHandle:
 
 
 def start_step(
-    engine: Engine, opened: Callable[[], Step], begin: Callable[[Step], TreeDef], label: str = ""
+    engine: Engine, method: Method, begin: Callable[[Step], TreeDef], label: str = ""
 ) -> StepHandle:
-    """Open a step and launch its collectives that need not wait for others.
+    """Begin a step, and launch its collectives that need not wait for others.
 
     Args:
         engine: engine of the step.
-        opened: opens the step.
-        begin: as for `StepHandle`.
+        method, begin: as for `Engine.run`; `begin` returns the structure of the results.
         label: text that must be the same on all ranks, for errors.
     """
     engine.finish_in_flight()
     is_within_step = engine.is_in_step
-    engine.when = label
-    try:
-        step = opened()
-    finally:
-        engine.when = ""
-    handle = StepHandle(engine, step, begin)
+    handle = StepHandle(engine, engine.start(method, begin, when=label))
     with outside_transforms():
         handle.advance()
     if is_within_step:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.sync.grad_sync import GradSync
 from fddp.tree.foreign import holds_foreign, is_foreign, to_array, to_tensor
 from fddp.tree.pytree import check_paths, flatten, map_leaves
@@ -27,6 +28,7 @@ class Transform(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
 
 
+@entrance
 def as_transform(sync: GradSync | Callable[[Any], Any]) -> Transform:
     """Return a gradient transformation for `torchopt.chain` and `optax.chain`.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
-from fddp.errors import InternalError
 from fddp.runtime.contributions import Contributions, ShardContributions, TreeContributions
 from fddp.runtime.inputs import (
     check_no_derivatives,
@@ -40,20 +39,16 @@ def sync_tree(
 ) -> Any:
     """Return the tree of results; in a tuple, if the new state or an info follows."""
     start_s = time.perf_counter()
-    step = engine.open(method, with_stats=with_info)
-    treedef: TreeDef | None = None
-    own: Sequence[Tensor | None] = ()
-    try:
-        own, treedef = begin_tree(engine, step, method, grads, weight, state)
-    except BaseException as error:
-        step.fail(error)
-    outcome = engine.finish(step)
-    if treedef is None:
-        raise InternalError("a step succeeded without a tree")
+    outcome = engine.run(
+        method,
+        lambda step: begin_tree(engine, step, method, grads, weight, state),
+        with_stats=with_info,
+    )
+    own, treedef = outcome.step.begun
     in_place = method is Method.REDUCE
     tree = treedef.unflatten(_written(own, outcome.leaves) if in_place else outcome.leaves)
-    states = (step.hook_states,) if method is Method.UPDATE else ()
-    infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
+    states = (outcome.step.hook_states,) if method is Method.UPDATE else ()
+    infos = (make_info(outcome, (start_s, start_s)),) if with_info else ()
     return (tree, *states, *infos) if states or infos else tree
 
 

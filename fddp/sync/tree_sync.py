@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Schedule
@@ -41,6 +42,7 @@ class TreeSync:
         """Virtual ranks that this rank carries; empty without virtual ranks."""
         return self._engine.program.carried
 
+    @entrance
     def virtual_batches(self, batches: Callable[[int], Any] | Sequence[Any]) -> VirtualBatches:
         """Return the inputs of the virtual ranks that this rank carries, for one step.
 
@@ -59,6 +61,7 @@ class TreeSync:
             )
         return VirtualBatches(self.carried_ranks, batches)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self, grads: Any, *, weight: float | Sequence[float] = 1.0, with_info: bool = False
@@ -89,6 +92,7 @@ class TreeSync:
         """
         return sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def update(
         self, grads: Any, state: Any, *, weight: float = 1.0, with_info: bool = False
@@ -123,6 +127,7 @@ class TreeSync:
         )
         return results
 
+    @entrance
     def init_state(self) -> tuple[Any, ...]:
         """Return the communication hook's state before the first step.
 
@@ -132,6 +137,7 @@ class TreeSync:
         """
         return self._engine.init_states()
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """Write the weighted mean over ranks into the tensors of `grads`; a collective call.
@@ -147,6 +153,7 @@ class TreeSync:
         """
         return sync_tree(self._engine, Method.REDUCE, grads, weight, with_info=with_info)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """Return this rank's shard of the weighted mean over ranks; a collective call.
@@ -176,6 +183,7 @@ class TreeSync:
         """
         return sync_tree(self._engine, Method.REDUCE_SCATTER, grads, weight, with_info=with_info)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def all_gather(self, shards: Any) -> Any:
         """Return whole leaves from the shards of all ranks; a collective call.
@@ -192,9 +200,10 @@ class TreeSync:
             ValueError: the algorithm is not "reduce_scatter".
         """
         self._check_gather(shards)
-        engine = self._engine
-        return StepHandle(engine, engine.open_gather(), partial(begin_shards, shards=shards)).wait()
+        outcome = self._engine.run(Method.ALL_GATHER, partial(begin_shards, shards=shards))
+        return outcome.step.begun.unflatten(outcome.leaves)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def start_all_gather(self, shards: Any) -> StepHandle:
         """Start to gather whole leaves from the shards of all ranks; a collective call.
@@ -212,14 +221,14 @@ class TreeSync:
             ValueError: the algorithm is not "reduce_scatter".
         """
         self._check_gather(shards)
-        engine = self._engine
-        return start_step(engine, engine.open_gather, partial(begin_shards, shards=shards))
+        return start_step(self._engine, Method.ALL_GATHER, partial(begin_shards, shards=shards))
 
     def _check_gather(self, shards: Any) -> None:
         """Raise an error on all ranks if the algorithm has no shards."""
         if self._engine.gathering is None:
             sync_tree(self._engine, Method.ALL_GATHER, shards, 1.0)
 
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def start(
         self, grads: Any, *, weight: float = 1.0, state: Any = None, label: str = ""
@@ -258,8 +267,9 @@ class TreeSync:
             tree = grads() if callable(grads) else grads
             return begin_tree(engine, step, method, tree, weight, state)[1]
 
-        return start_step(engine, partial(engine.open, method, with_stats=False), begin, label)
+        return start_step(engine, method, begin, label)
 
+    @entrance
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.
 
@@ -277,6 +287,7 @@ class TreeSync:
         leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
+    @entrance
     def donate(self, grads: Any) -> None:
         """Donate the results of a step, so that the next step can reuse their memory.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fddp.core.entrance import entrance
 from fddp.sync.engine import any_rank_has_input
 from fddp.sync.rounds import EXHAUSTED, Round
 
@@ -17,6 +18,7 @@ class _Failed(NamedTuple):
     error: BaseException
 
 
+@entrance
 def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterator[Any]:
     """Iterate over this rank's batches until the inputs of all ranks are exhausted.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
-from fddp.errors import InternalError, LossError
-from fddp.native.autograd_leaves import LeafSet, leaf_set_type
+from fddp.errors import LossError
+from fddp.native import extension
 from fddp.native.untraced import untraced
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
@@ -31,6 +32,9 @@ from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
+
+if TYPE_CHECKING:
+    from fddp._C import LeafSet
 
 INSTEAD_IN_A_GRAPH = (
     "a GradSync can't be part of a graph: call it outside of the compiled function, or average "
@@ -100,6 +104,7 @@ class ValueAndGrad:
     _weight_fn: Callable[..., float] | None
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @entrance
     @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self,
@@ -109,27 +114,23 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """Take a step; see the class."""
-        engine = self._engine
-        step = engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
-        computed = None
-        with step.transport.step_scope(step.number):
-            try:
+
+        def begin(step: Step) -> Computed:
+            # Operators of the loss function raise once another rank has failed the step.
+            with step.transport.step_scope(step.number):
                 check_no_transform("value_and_grad")
-                if hook_state is not None or step.bound_hook is not None:
-                    step.hook_states = engine.checked_states(hook_state, "hook_state=")
+                if hook_state is not None or step.code.hook is not None:
+                    step.hook_states = self._engine.checked_states(hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with outside_inference_mode():
-                    computed = self._compute(step, args, kwargs, accumulated)
-            except BaseException as error:
-                step.fail(error)
-                engine.publish_step_failure(step.number, error)
-        outcome = engine.finish(step)
-        if computed is None:
-            raise InternalError("a step succeeded without forward and backward")
+                    return self._compute(step, args, kwargs, accumulated)
+
+        outcome = self._engine.run(Method.VALUE_AND_GRAD, begin, with_stats=self._with_info)
+        computed: Computed = outcome.step.begun
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
-        states = () if hook_state is None else (step.hook_states,)
-        infos = (make_info(step, outcome, computed.backward_s),) if self._with_info else ()
+        states = () if hook_state is None else (outcome.step.hook_states,)
+        infos = (make_info(outcome, computed.backward_s),) if self._with_info else ()
         return value, grads, *states, *infos
 
     def _compute(
@@ -159,7 +160,7 @@ class ValueAndGrad:
             return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
-        leaves = leaf_set_type()(_differentiated(params, program.differentiated))
+        leaves = extension.compiled.LeafSet(_differentiated(params, program.differentiated))
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         _begin(step, contributions, params, sums)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
@@ -179,14 +180,14 @@ class ValueAndGrad:
         self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
         engine = self._engine
-        if step.bound_hook is not None:
+        if step.code.hook is not None:
             # Hooks may call operators, also on ranks that have failed.
             step.transport.enter_step(None)
         view = leaves.inspect(loss)
         if step.contributions.backward is contributions:
             step.arm(leaves, view, engine.arrivals)
         else:  # of a virtual rank before the last, whose buckets are packed after backward
-            contributions.leaf_set = leaves
+            contributions.collect(leaves)
             contributions.arm(view, engine.arrivals, step.memory, step.scale, _ignore)
         engine.in_backward = True
         try:
@@ -284,7 +285,7 @@ def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | 
     return Accumulated(sums, checked) if checked > 0.0 else None
 
 
-def _differentiated(params: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+def _differentiated(params: list[Any], positions: Sequence[int]) -> list[Any]:
     return params if len(positions) == len(params) else [params[i] for i in positions]
 
 

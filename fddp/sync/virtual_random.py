@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fddp.core.entrance import entrance
 from fddp.errors import ReentryError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _IN_USE = threading.RLock()
 
 
+@entrance
 def virtual_rng(step: int, virtual_rank: int, *, seed: int = 0) -> VirtualRng:
     """Return random numbers that depend on the arguments alone, whatever the number of ranks.
 

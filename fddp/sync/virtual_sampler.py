@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from fddp.core.entrance import entrance
 from fddp.sync.rounds import EXHAUSTED
 from fddp.sync.virtual_random import derived_seed
 
@@ -50,6 +51,7 @@ class VirtualSampler(Sampler[list[int]]):
         1 [tensor([6]), fddp.EXHAUSTED]
     """
 
+    @entrance
     def __init__(
         self,
         data_source: Sized | int,
@@ -91,6 +93,7 @@ class VirtualSampler(Sampler[list[int]]):
             )
         self.epoch = self.step = 0
 
+    @entrance
     def __iter__(self) -> Iterator[list[int]]:
         """Return the batches of the rest of the epoch, step by step, without empty ones."""
         order = self._order(self.epoch)
@@ -107,6 +110,7 @@ class VirtualSampler(Sampler[list[int]]):
         steps = range(self.steps_per_epoch)
         return sum(self._has_samples(step, number) for step in steps for number in self._carried)
 
+    @entrance
     def steps(self, loader: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
         """Iterate over the rest of the epoch, and go on to the next epoch.
 
@@ -135,6 +139,7 @@ class VirtualSampler(Sampler[list[int]]):
             epoch, step = epoch + 1, 0
         return {**self._fixed, "epoch": epoch, "step": step}
 
+    @entrance
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position, of a run on any number of ranks.
 

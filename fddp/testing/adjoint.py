@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fddp import Communicator
-from fddp.extend import Group, Mesh, communicator_of, exchange, tree_flatten
+from fddp.extend import Group, Mesh, communicator_of, entrance, exchange, tree_flatten
 
 _STEP = 1e-6  # of differences, in float64
 _Vector: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@entrance
 def check_adjoint(
     fn: Callable[[Any], Any],
     inputs: Any,
@@ -63,6 +64,7 @@ def check_adjoint(
         )
 
 
+@entrance
 def check_gradients(
     fn: Callable[[Any], Any],
     inputs: Any,
@@ -119,6 +121,7 @@ def check_gradients(
         _compare("forward mode", by_input(jvp), wanted, tol)
 
 
+@entrance
 def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the function from `(inputs, cotangents)` to the gradients of `fn`.
 

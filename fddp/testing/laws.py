@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fddp import Op, Schedule, ScheduleError, check_schedule
-from fddp.extend import counted, is_collective, replay
+from fddp.extend import counted, entrance, is_collective, replay
 
 
+@entrance
 def assert_schedule_ok(schedule: Schedule) -> None:
     """Assert that `fddp.check_schedule` proves a schedule.
 
@@ -27,6 +28,7 @@ def assert_schedule_ok(schedule: Schedule) -> None:
         raise AssertionError(str(error)) from error.with_traceback(None)
 
 
+@entrance
 def assert_same_collectives(
     schedule: Schedule,
     arrivals: Sequence[Sequence[int]],

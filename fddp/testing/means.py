@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fddp import GradSync
-from fddp.extend import exchange, leaf_text, tree_flatten
+from fddp.extend import entrance, exchange, leaf_text, tree_flatten
 
 _Leaves = Sequence[Tensor | None]
 
 
+@entrance
 def assert_mean(
     sync: GradSync,
     trees: Sequence[Any],

@@ -19,24 +19,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fddp.errors import ClosedError
+from fddp.core.protocol.differences import check_equal
+from fddp.core.protocol.messages import decode_all, malformed_message_error
+from fddp.core.text import counted
+from fddp.errors import ClosedError, DesyncError, InternalError
 from fddp.native.executor import (
     NativeCollectives,
     collectives_in_python,
     collectives_of_one,
 )
-from fddp.transport.exchange import exchange_texts
+from fddp.telemetry.waits import LEAST_S, note_wait
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
-from fddp.transport.subgroups import Subgroups, own_groups
-from fddp.transport.work import Work as Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -44,9 +46,72 @@ if TYPE_CHECKING:
     from fddp.core.schedule.sum_tree import SumTree
     from fddp.core.schedule.topology import Topology
     from fddp.transport.liveness.status import TransportStatus
-    from fddp.transport.subgroups import Axes
 
+#: names of axes; () stands for all ranks
+Axes = tuple[str, ...]
+
+_TOPIC_BYTES = 16
+_LENGTH_BYTES = 8
+_INLINE_BYTES = 1000  # of the payload, sent together with topic and length
+_MAX_PAYLOAD_BYTES = 2**31  # longer payloads are rejected before memory is allocated
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Work(ABC):
+    """A collective in flight."""
+
+    _results: tuple[Tensor, ...] = ()
+
+    def wait(self, what: str) -> None:
+        """Block until the operation has finished; a second call does nothing, or raises again.
+
+        On an accelerator whose backend orders its work by streams (NCCL), the current stream waits
+        and the host does not block.
+
+        Args:
+            what: description of the operation ("bucket 3 of step 17") for error texts.
+
+        Raises:
+            RankLostError: a rank died or closed its connection. The transport is closed.
+            SyncTimeoutError: some rank did not take part within `timeout_s`. The transport is
+                closed.
+            DesyncError: ranks issued different operations, on backends that can detect it.
+            ClosedError: the transport was closed before the operation had finished.
+        """
+        start_s = perf_counter()
+        self._wait(what)
+        end_s = perf_counter()
+        if end_s - start_s > LEAST_S:
+            note_wait(start_s, end_s)
+
+    @abstractmethod
+    def _wait(self, what: str) -> None:
+        """Implement `wait`, which measures its duration; see [Note: time spent waiting]."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True if `wait` would not block on other ranks. Never blocks or raises.
+
+        Either all data of other ranks has arrived (read the tensor only after `wait`), or `wait`
+        raises at once.
+        """
+
+    @property
+    @abstractmethod
+    def done_s(self) -> float | None:
+        """Completion time in `time.perf_counter()` seconds, valid after `wait`.
+
+        None if the operation was started without `record_time`.
+        """
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Results of an `all_gather` by rank, as views of one buffer, valid after `wait`.
+
+        Empty for other operations.
+        """
+        return list(self._results)
 
 
 class _StepScope:
@@ -187,6 +252,30 @@ class Endpoint(ABC):
         self.close()
 
 
+class Subgroups(NamedTuple):
+    """Groups of this rank that `Transport.open_subgroups` has opened."""
+
+    topology: Topology | None = None  # None before the first call
+    #: members of this rank's group along each tuple of axes, in ascending order
+    ranks: Mapping[Axes, tuple[int, ...]] = MappingProxyType({})
+
+    def members(self, kind: str, axes: Axes, rank: int) -> tuple[int, ...]:
+        """Return the members of the group along `axes`; ValueError if it was not opened."""
+        members = self.ranks.get(axes)
+        if members is None:
+            opened = ", ".join(map(repr, self.ranks)) or "none"
+            raise ValueError(
+                f"{kind} on rank {rank}: no group along {axes!r} was opened; open: {opened}; "
+                "pass these axes to open_subgroups"
+            )
+        return members
+
+    def adding(self, topology: Topology, ranks: Mapping[Axes, tuple[int, ...]]) -> Subgroups:
+        """Return these groups and further ones. Groups of another topology are dropped."""
+        known = self.ranks if topology == self.topology else {}
+        return Subgroups(topology, {**known, **ranks})
+
+
 class Transport(Endpoint):
     """Collectives over a group of ranks; see the module's text."""
 
@@ -211,7 +300,7 @@ class Transport(Endpoint):
         ordered = sorted(set(groups))
         request = f"{topology} divided along {ordered}"
         requests = self.exchange(request.encode(), "groups")
-        ranks = own_groups(self.rank, topology, ordered, requests)
+        ranks = _own_groups(self.rank, topology, ordered, requests)
         new = [group for group in ranks.values() if 1 < len(group) < self.world_size]
         self._connect(new)
         if new:
@@ -409,7 +498,7 @@ class Transport(Endpoint):
         def gather(text: bytes, width: int) -> list[bytes]:
             return gather_bytes(self, text, width, what, axes)
 
-        return exchange_texts(gather, payload, topic, ranks)
+        return _exchange_texts(gather, payload, topic, ranks)
 
     def native_collectives(self) -> NativeCollectives:
         """Return all-reduces over all ranks, which run without Python where possible. They keep the
@@ -476,3 +565,67 @@ def gather_bytes(
     work = transport.all_gather(padded.to(transport.control_device), axes=axes, fixed_size=True)
     work.wait(what)
     return [row.cpu().numpy().tobytes() for row in work.results]
+
+
+def _exchange_texts(
+    gather: Callable[[bytes, int], list[bytes]], payload: bytes, topic: str, ranks: Sequence[int]
+) -> list[bytes]:
+    """Return the payloads of `ranks`; arguments and errors as for `Transport.exchange`.
+
+    Args:
+        gather: returns the bytes of all ranks, each zero-padded to a width, which is the same on
+            all of them.
+        payload: this rank's bytes.
+        topic: subject of the exchange.
+        ranks: participants, for error texts.
+    """
+    if len(topic.encode()) > _TOPIC_BYTES:
+        raise InternalError(f"exchange topic {topic!r} has more than {_TOPIC_BYTES} bytes")
+    length = len(payload).to_bytes(_LENGTH_BYTES, "big")
+    head = topic.encode().ljust(_TOPIC_BYTES) + length + payload[:_INLINE_BYTES]
+    received = gather(head, _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES)
+    topics = [text[:_TOPIC_BYTES].decode(errors="replace").strip() for text in received]
+    for rank, other in zip(ranks, topics, strict=True):
+        if other != topics[0]:
+            raise DesyncError(
+                f"rank {ranks[0]} is about to compare {topics[0]} where rank {rank} compares "
+                f"{other}: all ranks must make the same calls in the same order"
+            )
+    received = [text[_TOPIC_BYTES:] for text in received]
+    lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in received]
+    longest = max(lengths)
+    if longest > _MAX_PAYLOAD_BYTES:
+        raise malformed_message_error(
+            ranks[lengths.index(longest)], topics[0], ValueError(f"it has {longest} bytes")
+        )
+    if longest <= _INLINE_BYTES:
+        whole = [text[_LENGTH_BYTES:] for text in received]
+    else:
+        whole = gather(payload, longest)
+    return [text[:length] for text, length in zip(whole, lengths, strict=True)]
+
+
+def _own_groups(
+    rank: int, topology: Topology, groups: Sequence[Axes], requests: Sequence[bytes]
+) -> dict[Axes, tuple[int, ...]]:
+    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`.
+
+    Returns:
+        Members of `rank`'s groups by axes, including the group along all axes.
+    """
+    way_out = "pass the same topology and groups on every rank"
+    received = decode_all(requests, bytes.decode, "open_subgroups")
+    check_equal(f"open_subgroups on rank {rank}: the mesh", received, way_out)
+    if topology.world_size != len(requests):
+        raise ValueError(
+            f"open_subgroups on rank {rank}: {topology} has "
+            f"{counted(topology.world_size, 'rank')} and the transport {len(requests)}; pass a "
+            f"topology of the transport's ranks"
+        )
+    for axes in groups:
+        if len(set(axes) & set(topology.names)) != len(axes):
+            raise ValueError(
+                f"open_subgroups on rank {rank}: {axes!r} are not distinct axes of {topology}; "
+                f"choose among {topology.names!r}"
+            )
+    return {axes: topology.group(axes, rank) for axes in (*groups, topology.names)}

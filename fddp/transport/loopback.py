@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from fddp.core.entrance import entrance
 from fddp.errors import (
     ClosedError,
     DesyncError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@entrance
 def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
     """Run `fn(group, *args)` on `world_size` ranks, each a thread; return their results by rank.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan, rebucket
 from fddp.tree.pytree import TreeDef
 
@@ -106,6 +107,7 @@ def adapted(
     return tensors, ForeignTreeDef(treedef._treespec, treedef._structure, "JAX", restore)
 
 
+@entrance
 def to_tensor(array: jax.Array) -> Tensor:
     """Return a tensor over a JAX array's memory. It must not be written to.
 
@@ -126,6 +128,7 @@ def to_tensor(array: jax.Array) -> Tensor:
     return cast(Tensor, tensor)
 
 
+@entrance
 def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
     """Return a JAX array of a tensor's values, over its memory if that starts at a multiple of 64
     bytes.

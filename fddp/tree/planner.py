@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from fddp.core.keywords import suggest_keywords
+from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves
@@ -26,6 +26,7 @@ _INEXACT_PREFIXES = ("float", "bfloat", "complex")
 _TWO_RANKS = Topology(world=2)
 
 
+@entrance
 @suggest_keywords
 def plan_buckets(
     tree: Any,
@@ -82,6 +83,7 @@ def plan_buckets(
     return plan
 
 
+@entrance
 def plan_optimal(
     tree: Any,
     ready_times_s: ReadyTimes,

@@ -34,6 +34,7 @@ import optree
 import torch
 from optree import PyTreeKind, PyTreeSpec
 
+from fddp.core.entrance import entrance
 from fddp.errors import TreeMismatchError
 from fddp.tree.traced import rebuilt, walk
 
@@ -162,6 +163,7 @@ def _jax_entry(path: tuple[Any, ...]) -> Any:
     return str(key)
 
 
+@entrance
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     """Apply `fn` to the leaves of `tree` and the leaves of the same path in other trees.
 

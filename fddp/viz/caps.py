@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from fddp.extend import MIB, size_text
+from fddp.extend import MIB, entrance, size_text
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _NOTHING: Mapping[float, float] = MappingProxyType({})
 _LEVELS = ((canvas.GREEN, "--"), (canvas.BLACK, ":"), (canvas.PURPLE, "-."))
 
 
+@entrance
 def plot_caps(
     simulated_s: Mapping[float, float],
     measured_s: Mapping[float, float] = _NOTHING,

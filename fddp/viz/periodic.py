@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fddp.extend import counted, size_text
+from fddp.extend import counted, entrance, size_text
 from fddp.periodic import PeriodicSchedule
 from fddp.viz import canvas
 
@@ -18,6 +18,7 @@ _AROUND_IN = 1.3  # title, axis and legend
 _MOST_STEPS = 1000
 
 
+@entrance
 def plot_periodic(
     schedule: PeriodicSchedule, steps: int | None = None, ax: Axes | None = None
 ) -> Figure:

@@ -7,7 +7,7 @@ from itertools import count as count_from
 from typing import TYPE_CHECKING, Any
 
 from fddp import Bucket, BucketPlan, plan_buckets
-from fddp.extend import counted, size_text, summary, unit_of
+from fddp.extend import counted, entrance, size_text, summary, unit_of
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _LONGEST_CAP = 1.3  # of the largest bucket; larger caps are not drawn
 _STRIPE = 0.004  # of the axis; narrower leaves share a shade
 
 
+@entrance
 def plot_plan(plan: Any, ax: Axes | None = None) -> Figure:
     """Plot a bucket plan: a bar for each bucket, in launch order from the top, stacked by leaf.
 
@@ -65,6 +66,7 @@ def plot_plan(plan: Any, ax: Axes | None = None) -> Figure:
     return canvas.figure_of(ax)
 
 
+@entrance
 def compare_plans(a: BucketPlan, b: BucketPlan, *, names: tuple[str, str] = ("a", "b")) -> Figure:
     """Plot two plans side by side on the same scale; see `plot_plan`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from fddp.extend import entrance
 from fddp.viz import canvas
 from fddp.watch import MonitorReport
 
@@ -32,6 +33,7 @@ _MOST_IN = 12.0
 _AROUND_IN = 1.2  # title, axis and legend
 
 
+@entrance
 def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
     """Plot a bar of phases for each rank, with stragglers marked.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fddp.extend import COMPUTE, Span, StepTimes, Timeline
+from fddp.extend import COMPUTE, Span, StepTimes, Timeline, entrance
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _LANE_IN = 0.5
 _AROUND_IN = 1.3  # title, axis and legend
 
 
+@entrance
 def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Figure:
     """Plot a step with a lane for compute and one for each group. Exposed time is shaded.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fddp import SyncInfo
+from fddp.extend import entrance
 from fddp.watch.phases import StepRecord
 from fddp.watch.report import MonitorReport
 
@@ -18,6 +19,7 @@ _SECONDS = (
 )
 
 
+@entrance
 def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
     """Return the measurements of one step of this rank by name. Names of seconds end in `_s`.
 
@@ -47,6 +49,7 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
     }
 
 
+@entrance
 def report_figures(report: MonitorReport) -> dict[str, float]:
     """Return the numbers of a report by name: each rank's median per phase, such as
     "rank0/forward_s" and "rank0/step_s", and the delay of each straggler, "rank0/behind_s"."""

@@ -10,7 +10,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fddp import Communicator, DistributedDataParallel, GradSync, SyncInfo
-from fddp.extend import Schema, communicator_of, exchange, optional, rank_names, waits_since
+from fddp.extend import (
+    Schema,
+    communicator_of,
+    entrance,
+    exchange,
+    optional,
+    rank_names,
+    waits_since,
+)
 from fddp.watch.phases import INPUT, MONITOR, OF_STEPS, WAIT, StepRecord, overlap_s, step_phases
 from fddp.watch.report import MonitorReport
 from fddp.watch.stragglers import SUMMARY, RankSummary
@@ -74,6 +82,7 @@ class Monitor:
         (1, 'forward')
     """
 
+    @entrance
     def __init__(
         self,
         sync_or_group: GradSync | DistributedDataParallel | Group | Communicator | None = None,
@@ -108,6 +117,7 @@ class Monitor:
         """The newest steps of this rank, oldest first."""
         return tuple(self._steps)
 
+    @entrance
     def observe(self, info: SyncInfo) -> None:
         """Record a step; to be called right after it. Communicates nothing.
 
@@ -135,6 +145,7 @@ class Monitor:
                 exporter.step(info, record)
 
     @contextmanager
+    @entrance
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of the time between two steps, which is otherwise part of "input".
 
@@ -173,6 +184,7 @@ class Monitor:
             parts.append(_Part(self._open[-1], self._since_s, now_s))
         self._since_s = now_s
 
+    @entrance
     def report(self) -> MonitorReport:
         """Return the times of the newest steps' phases on each rank; a collective call.
 
@@ -192,6 +204,7 @@ class Monitor:
                 exporter.report(report)
         return report
 
+    @entrance
     def trace(self, steps: int = 10) -> str:
         """Return the newest steps of all ranks as a trace for Perfetto; a collective call.
 

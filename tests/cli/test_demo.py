@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import fddp
-from fddp.cli import launch
+from fddp.cli import common, launch
 from fddp.cli.demo.command import run_demo
 from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
 from fddp.cli.demo.model import Params, Score, init_params, loss_fn
@@ -26,6 +28,7 @@ from fddp.cli.demo.train import (
     train,
     train_alone,
 )
+from fddp.cli.progress import Stages
 from tests.support import commands as cli
 
 if TYPE_CHECKING:
@@ -107,6 +110,43 @@ def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     printed = capfd.readouterr().err
     assert printed.index("rank 1 failed:\n") < printed.index("RuntimeError: out of luck")
     assert printed.endswith("fddp demo: a rank failed; its error is above\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            ChildFailedError("rank", {0: ProcessFailure(0, 1, 1, "no file")}),
+            1,
+            "fddp demo: a rank failed; its error is above\n",
+        ),
+        (SignalException("ended", signal.SIGTERM), 143, "fddp demo: ended by SIGTERM\n"),
+    ],
+    ids=["failed", "ended by a signal"],
+)
+def test_ends_of_ranks_are_those_of_the_command(
+    error: Exception,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def launch_fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(common, "launch", launch_fails)
+    with pytest.raises(SystemExit) as caught:
+        run_demo(Options(2, 1, 0.25))
+    assert (caught.value.code, capsys.readouterr().err) == (code, text)
+
+
+def test_one_rank_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (True, False):
+        with Stages(shown=shown) as stages:
+            stages.begin("counting", 1)
+            stages.advance()
+            stages.note("[1] of 1")
+    assert capsys.readouterr().out == "counting\ncounting: [1] of 1\n"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2 * ROUNDING, 1e-16])

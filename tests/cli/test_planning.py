@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,6 +224,33 @@ def test_a_file_that_can_not_be_written_gets_one_line(
     assert capfd.readouterr().err.startswith("python -m fddp plan: error: can't write 'taken': ")
 
 
+@pytest.mark.parametrize(
+    ("way", "code", "text"),
+    [
+        ("full", 1, "python -m fddp plan: error: [Errno 28] No space left on device\n"),
+        ("pipe", 1, ""),
+    ],
+)
+def test_output_that_can_not_be_written_ends_with_1(
+    way: str,
+    code: int,
+    text: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A reader that exits early, as `head` does, is no error to be reported."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if way == "full" else writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        try:
+            found = cli.main(["plan", "own_models:network"])
+        except SystemExit as ended:
+            found = int(str(ended.code))
+    assert (found, capsys.readouterr().err) == (code, text)
+
+
 # simulate
 
 
@@ -269,6 +297,8 @@ def test_simulate_matches_the_library(run: Read) -> None:
     assert rows[2]["hidden_fraction"] == pytest.approx(timeline.hidden_fraction)
     optimal = fddp.plan_optimal(params, ready_s, CostModel(1e-4, 1e-9), topology=schedule.topology)
     assert rows[3]["digest"] == optimal.digest
+    small = fddp.plan_buckets(params, bucket_cap_mb=0.5, first_bucket_mb=0.5)
+    assert rows[0]["digest"] == small.digest
 
 
 def test_a_plan_is_simulated_as_given(run: Read) -> None:
@@ -302,6 +332,7 @@ SQUARE = (*SIMULATE, "--topology", "host=2,local=2")
     [
         ("{", READY, "r.json: not a JSON document: "),
         ('["soon"]', READY, "r.json: must hold an object or a list of seconds (or null)"),
+        (f"[{', '.join(['true'] * 14)}]", READY, "must hold an object or a list of seconds"),
         ("[1, 2]", READY, "must have one time for each of the 14 leaves"),
         ('{"1.weight": 1}', READY, "needs '1.bias' and 12 more"),
         (f"[{', '.join(['-1'] * 14)}]", READY, "must be from 0 to 1e+09"),
@@ -353,6 +384,13 @@ def test_costs_by_axis(run: Read, folder: Path) -> None:
     assert document["cost"]["host"]["alpha_s"] == host.alpha_s
     assert document["cost"]["host"]["algorithm"] == "tree"
     assert CostModel(**document["cost"]["local"]) == model
+
+
+def test_an_axis_of_one_rank_needs_no_cost(run: Read) -> None:
+    mesh = ("--topology", "host=1,local=4")
+    costs = ("--cost", "local=1e-4,1e-9"), ("--cost", "local=1e-4,1e-9", "--cost", "host=1,1")
+    one, both = (documented(run, *SIMULATE, *mesh, *cost)["results"] for cost in costs)
+    assert one == both
 
 
 def test_jitter_is_seeded_and_slows_the_step(run: Read) -> None:

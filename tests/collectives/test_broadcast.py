@@ -118,6 +118,15 @@ def test_insertion_order_may_differ(group: Any) -> None:
 
 
 @on_threads(2)
+def test_a_module_is_all_its_parameters_by_name(group: Any) -> None:
+    module = nn.Linear(1, 1)
+    for param in module.parameters():
+        nn.init.constant_(param, group.rank)
+    module.bias.requires_grad_(False)
+    assert fddp.broadcast(module, 1, group=group) == {"weight": 1.0, "bias": 1.0}
+
+
+@on_threads(2)
 def test_trees_without_tensors(group: Any) -> None:
     for empty in ({}, None, {"a": None}):
         assert fddp.broadcast(empty, group=group) == empty

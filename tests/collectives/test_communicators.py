@@ -118,8 +118,8 @@ def test_groups_of_loopback_leave_nothing() -> None:
 def test_call_sites_are_the_callers(group: Any) -> None:
     fddp.psum(ONE, group)
     grad(lambda x: fddp.pmean({"x": x}, group)["x"].sum())(ONE)
-    patterns = communicator_of(group, None).known["patterns"]
-    assert sorted(code.co_filename for code, _ in patterns) == [__file__, __file__]
+    sites = communicator_of(group, None).calls.by_site
+    assert sorted(code.co_filename for code, _ in sites) == [__file__, __file__]
 
 
 @on_threads(2)

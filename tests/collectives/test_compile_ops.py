@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import fddp
@@ -15,7 +16,7 @@ from fddp.collectives import torch_library
 from fddp.collectives.call_cache import CallSpec, program_of
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.operator_program import TAKES_ROWS, Operator
-from tests.support.on_ranks import on_processes
+from tests.support.on_ranks import on_processes, on_threads
 
 OPS = torch.ops.fddp
 
@@ -25,7 +26,7 @@ def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[
     root = 1 if operator == "broadcast_from" else -1
     asked = CallSpec(operator, communicator.place(()), root)
     paths = [str(k) for k in range(len(leaves))]
-    program = program_of(communicator, asked, paths, range(len(leaves)), leaves)
+    program = program_of(communicator.cap_bytes, asked, paths, range(len(leaves)), leaves)
     return Call(communicator, program, CallRecord(None), ("backward",))
 
 
@@ -60,3 +61,24 @@ def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple
             assert torch_library.call_to_json(again) == text
 
     fddp.loopback(1, there_and_back)
+
+
+@on_threads(1)
+def test_operators_at_one_place_of_a_program(group: Any) -> None:
+    """Their calls differ in the operator alone."""
+    with fddp.Communicator(group) as ranks:
+        calls = [make_call(ranks, operator, [torch.ones(2)]) for operator in ("psum", "pmean")]
+        first, second = map(torch_library.call_to_json, calls)
+        assert first == second
+        rebuilt = [torch_library.call_of(operator, ranks, first) for operator in ("psum", "pmean")]
+        assert [call.program.operator for call in rebuilt] == ["psum", "pmean"]
+
+
+@on_threads(1)
+def test_a_call_in_a_graph_depends_on_the_one_before(group: Any) -> None:
+    """So that two that are alike are neither merged nor reordered, whatever the compiler."""
+    with fddp.Communicator(group) as ranks:
+        graph = make_fx(lambda x: [fddp.psum(x, ranks), fddp.psum(x, ranks)])(torch.ones(2)).graph
+    first, second = (node for node in graph.nodes if node.target is OPS.psum.default)
+    assert first.args[1] is None
+    assert second.args[1].args == (first, 1)  # its last result

@@ -344,6 +344,9 @@ def test_the_largest(rank: int, n: int) -> None:
     tangents = rows * 2 + 1
     found = jvp(fddp.pmax, (x,), (tangents[rank],))[1]
     torch.testing.assert_close(found, (shares * tangents).sum(0))
+    # As a function of tangents it is linear, and its transpose is that of the maximum.
+    found = grad(lambda t: jvp(fddp.pmax, (x,), (t,))[1] @ weights)(tangents[rank])
+    torch.testing.assert_close(found, shares[rank] * weights * n)
     mine = torch.tensor([float("nan"), 1.0, -0.0]) if rank == 1 else torch.tensor([2.0, 1.0, -1.0])
     found = fddp.pmax(mine)
     torch.testing.assert_close(found, torch.tensor([float("nan"), 1.0, 0.0]), equal_nan=True)

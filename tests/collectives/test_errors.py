@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import fddp
+from fddp.collectives import handshake
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.on_ranks import on_threads
@@ -129,6 +130,15 @@ def differ(group: Any, case: str) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
+def test_reports_are_not_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is allocated for them, so that a length that makes no sense is refused before."""
+    monkeypatch.setattr(handshake, "_MAX_BYTES", 10)
+    for found, after in fddp.loopback(2, differ, "operators"):
+        assert found.kinds[0] == "DesyncError"
+        assert "bytes, more than 10; run the same version of fddp on every rank" in found.text
+        assert after == 2
+
+
 #: what rank 1 asks for while rank 0 sums, and its error; the communicator stays usable
 WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "mean of integers": (
@@ -167,6 +177,16 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
         lambda ranks: fddp.broadcast_from(ONE, 2, ranks),
         "ValueError",
         "broadcast_from: root=2 is out of range; 2 ranks meet, numbered from 0",
+    ),
+    "root below zero": (
+        lambda ranks: fddp.broadcast_from(ONE, -1, ranks),
+        "ValueError",
+        "broadcast_from: root=-1 is out of range; 2 ranks meet, numbered from 0",
+    ),
+    "root that is a bool": (
+        lambda ranks: fddp.broadcast_from(ONE, True, ranks),
+        "TypeError",
+        "broadcast_from: root must be an int, got True",
     ),
     "root of another kind": (
         lambda ranks: fddp.broadcast_from(ONE, "0", ranks),

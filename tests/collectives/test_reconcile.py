@@ -167,11 +167,11 @@ def test_ranks_with_the_state_keep_their_trees() -> None:
     def run(group: Any, late: int) -> Any:
         w = torch.arange(12.0).view(3, 4).t()  # not in order in memory
         tree = {"w": w, "p": torch.nn.Parameter(torch.ones(2)), "n": 1}
-        version = w._version
+        versions = w._version, tree["p"]._version
         mine = None if group.rank == late else tree
         found, _ = fddp.reconcile(mine, group, step=5)
         fddp.check_replicas(found, group)
-        return found is tree, w._version == version
+        return found is tree, (w._version, tree["p"]._version) == versions
 
     with mock.patch.object(chunked_broadcast, "PIECE_BYTES", 7):
         assert fddp.loopback(3, run, 2) == [(True, True), (True, True), (False, True)]
@@ -183,6 +183,17 @@ def test_the_same_bits_of_another_step(group: Any) -> None:
     tree, own = {"w": torch.ones(2)}, [5, 5, 4][group.rank]
     found, step = fddp.reconcile(tree, group, step=own)
     assert (found is tree, step) == (own == 5, 5)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 1), torch.zeros(4, dtype=torch.int32)])
+def test_shapes_and_dtypes_are_part_of_a_state(other: Tensor) -> None:
+    """Two states of one step, whose tensors have the same bits."""
+
+    def run(group: Any) -> Any:
+        return fddp.reconcile(other if group.rank else torch.zeros(4), group, step=1)[0]
+
+    for found in fddp.loopback(2, run):
+        assert (found.shape, found.dtype) == ((4,), torch.float32)
 
 
 def test_received_tensors_are_plain_and_untied() -> None:

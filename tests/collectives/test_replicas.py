@@ -204,6 +204,20 @@ def test_bits_count(group: Any, mine: float, theirs: float, outcome: str) -> Non
     assert f"at index 1: {outcome}" in found.text
 
 
+@on_threads(2)
+def test_memory_layouts_may_differ(group: Any) -> None:
+    own = values(3, 4)
+    fddp.check_replicas({"w": own.t().contiguous().t() if group.rank else own}, group)
+
+
+@on_threads(2)
+def test_frozen_parameters_are_compared(group: Any) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, group.rank)
+    with pytest.raises(fddp.DesyncError, match="first in leaf 'weight'"):
+        fddp.check_replicas(module.requires_grad_(False), group)
+
+
 OTHERS: dict[str, tuple[Any, str]] = {
     "shape": ({"w": torch.zeros(4)}, "shape (3,), float32 on cpu where rank 1 has leaf 'w'"),
     "a leaf more": ({"w": torch.zeros(3), "x": torch.zeros(1)}, "only rank 1 has leaf 'x'"),

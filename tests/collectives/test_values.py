@@ -13,9 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad, vmap
 
 import fddp
+from fddp.collectives.operator_program import bucketed
+from fddp.core.plan.leaf import LeafSpec
 from fddp.testing import gradients, param_trees
+from tests.support.collectives import OPERATORS
 from tests.support.examples import examples
 from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
@@ -238,6 +242,12 @@ def test_plans(group: Any) -> None:
         assert same_bits(alike)
 
 
+def test_a_bucket_is_closed_when_it_reaches_the_cap() -> None:
+    units = [LeafSpec(str(k), (2,), "float32") for k in range(5)]
+    for cap_bytes, wanted in ((15, ((0, 1), (2, 3), (4,))), (16, ((0, 1), (2, 3), (4,)))):
+        assert bucketed(units, [torch.device("cpu")] * 5, cap_bytes) == wanted
+
+
 @on_threads(2)
 def test_results_are_values(group: Any) -> None:
     """Memory of buckets is reused, but never under a result that is still referenced."""
@@ -272,6 +282,38 @@ def test_results_are_values(group: Any) -> None:
         # Unreferenced memory is reused.
         pointers = {fddp.psum(own, ranks)["a"].data_ptr() for _ in range(6)}
         assert len(pointers) <= 2
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_rank_alone_communicates_nothing(name: str) -> None:
+    root = (0,) if name == "broadcast_from" else ()
+    x = torch.arange(3.0)[None]
+
+    def act(ranks: Any, axis: str | None = None) -> Any:
+        return lambda x: getattr(fddp, name)(x, *root, ranks, axis=axis)
+
+    def operations(ranks: Any) -> int:
+        return sum(len(log.ops) for log in fddp.flight(ranks).logs)
+
+    def alone_along_an_axis(group: Any) -> None:
+        with fddp.Communicator(group, mesh=fddp.Topology(row=2, column=1)) as ranks:
+            assert act(ranks, "column")(x).flatten().tolist() == [0.0, 1.0, 2.0]
+            assert operations(ranks) == 0
+
+    def alone(group: Any) -> None:
+        with fddp.Communicator(group) as ranks:
+            run = act(ranks)
+            result = run(x)
+            assert result.flatten().tolist() == [0.0, 1.0, 2.0]
+            assert (result.data_ptr() == x.data_ptr()) is (name == "sync_on_backward")
+            weighted = grad(lambda x: (run(x) * result).sum())
+            assert torch.equal(weighted(x), x)
+            assert torch.equal(grad(lambda x: (weighted(x) * x).sum())(x), x)
+            assert torch.equal(vmap(run)(torch.stack([x, x])), torch.stack([result, result]))
+            assert operations(ranks) == 0
+
+    fddp.loopback(2, alone_along_an_axis)
+    fddp.loopback(1, alone)
 
 
 @examples(8)

@@ -60,22 +60,10 @@ def carried_by_the_first_piece() -> Schedule:
     return replace(schedule, ops=(*ops, *moved))
 
 
-def carried_in(dtype: str) -> Schedule:
-    schedule = make_schedule(
-        plan_of(LeafSpec("w", (8,), "bfloat16")), SMALL, reduce_dtype="float32"
-    )
-    return replace(schedule, wire_dtypes=(dtype,))
-
-
 def riding_always(schedule: Schedule) -> Schedule:
     """The word where it can't ride, because there are too many ranks for it."""
     small = make_schedule(schedule.plan, SMALL)
     return replace(small, topology=schedule.topology)
-
-
-def packed_over_chunks() -> Schedule:
-    plan = plan_of(LeafSpec("h", (7,), "float16"))
-    return with_op(make_schedule(plan, Topology(world=2), algorithm="reduce_scatter"), 3, stop=7)
 
 
 def added_as_they_are() -> Schedule:
@@ -158,7 +146,7 @@ ERRORS: dict[str, tuple[Callable[[], Schedule], str]] = {
         "Region(buffer='control', start=0, stop=8, shard=()) and 'always'",
     ),
     "a riding word too early": (
-        lambda: packed_between(),
+        packed_between,
         "op 2 (pack of bucket 0, leaf 'v'): it is launched after op 1 (the control word, in "
         "the tail of bucket 1, leaf 'w'), which describes all packed gradients; launch it "
         "earlier",
@@ -191,7 +179,10 @@ ERRORS: dict[str, tuple[Callable[[], Schedule], str]] = {
         "would divide it; set scaling to 'before' or 'after'; or set bucket -1 and axes",
     ),
     "a carrier of a format that does not hold it": (
-        lambda: carried_in("bfloat16"),
+        lambda: replace(
+            make_schedule(plan_of(LeafSpec("w", (8,), "bfloat16")), SMALL, reduce_dtype="float32"),
+            wire_dtypes=("bfloat16",),
+        ),
         "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its bucket is reduced in "
         "bfloat16, which can't hold it; float32 and float64 can; or set bucket -1 and axes",
     ),
@@ -320,13 +311,6 @@ ERRORS: dict[str, tuple[Callable[[], Schedule], str]] = {
         "0:8), with each gradient counted 4 times: it holds 1 of the sum over ranks instead of "
         "1/4; sum along each axis once, and add a repair once",
     ),
-    "an unfit unit": (
-        lambda: without(half(), 3, 4),
-        "op 3 (unpack of bucket 0, leaf 'h'): rank 0 ends with bucket 0, leaf 'h' (elements "
-        "0:8) if weights do not fit the agreed unit, holding a sum in an unsuitable weight "
-        "unit, which can't be corrected afterwards; reduce the bucket again, by a pack and "
-        "collectives with when='again'",
-    ),
     "shards summed": (
         lambda: replace(without(flat(), 3, 4, 5), result="replicated"),
         "op 3 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
@@ -370,7 +354,15 @@ ERRORS: dict[str, tuple[Callable[[], Schedule], str]] = {
         "reduce-scatter each part separately",
     ),
     "packed over part of chunks": (
-        lambda: packed_over_chunks(),
+        lambda: with_op(
+            make_schedule(
+                plan_of(LeafSpec("h", (7,), "float16")),
+                Topology(world=2),
+                algorithm="reduce_scatter",
+            ),
+            3,
+            stop=7,
+        ),
         "op 3 (pack of bucket 0, leaf 'h'): it expects the elements 0:7 not sharded, but op 1 "
         "(reduce_scatter of bucket 0, leaf 'h', along world) left 0:8 sharded along world; use "
         "the same elements and shard axes",

@@ -33,6 +33,7 @@ STRICTER = {
     "padding is packed, too": r"the elements \d+:\d+ of the \w+ buffer are not packed",
     "what is stated of chunks is what holds": r"it expects the elements \d+:\d+ .*sharded",
     "what is joined was divided": r"it gathers chunks along",
+    "a bucket has one kind of repair": r"its bucket is also reduced 'again' as a whole",
     "nothing is done twice": r"has already (pack|gather|unpack)ed the whole bucket",
     "chunks are of one kind": r"are results of different reductions",
     "bits depend on the topology alone": r"the schedule is deterministic",

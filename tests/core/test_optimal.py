@@ -60,10 +60,6 @@ def all_splits(leaves: list[LeafSpec], order: list[int]) -> Iterator[BucketPlan]
         yield BucketPlan(tuple(leaves), (*buckets, *alone), (1,), tuple(order))
 
 
-def brute_force_s(leaves: list[LeafSpec], order: list[int], ready_s: Any, target: Target) -> float:
-    return min(step_s(plan, ready_s, target) for plan in all_splits(leaves, order))
-
-
 costs = st.builds(
     CostModel,
     st.sampled_from((0.0, 1e-6, 1e-4, 1e-2)) | st.floats(0.0, 0.1),
@@ -93,7 +89,8 @@ def test_as_good_as_brute_force(problem: Any, cost: CostModel, ranks: int) -> No
     leaves, offered, ready_s = problem
     target = Target(cost, Topology(world=ranks))
     plan = optimal_plan(leaves, offered, ready_s, target)
-    best_s = brute_force_s(leaves, ready_order(offered, ready_s), ready_s, target)
+    all_plans = all_splits(leaves, ready_order(offered, ready_s))
+    best_s = min(step_s(other, ready_s, target) for other in all_plans)
     assert step_s(plan, ready_s, target) == pytest.approx(best_s, rel=1e-9, abs=1e-15)
 
 

@@ -45,26 +45,18 @@ def offers(draw: st.DrawFn) -> tuple[list[LeafSpec], list[int], tuple[int, ...]]
     return leaves, draw(st.permutations(range(count))), draw(caps)
 
 
-def tensor_of(leaf: LeafSpec) -> torch.Tensor:
-    return torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=leaf.device)
-
-
-def torch_assignment(
-    leaves: list[LeafSpec], order: list[int], caps_bytes: tuple[int, ...]
-) -> tuple[list[list[int]], list[int]]:
-    return dist._compute_bucket_assignment_by_size(
-        [tensor_of(leaves[leaf]) for leaf in order],
-        list(caps_bytes),
-        [leaf.sparse for leaf in leaves],
-        list(order),
-    )
-
-
 @given(offers())
 def test_assignment_is_that_of_torch(offer: Any) -> None:
     leaves, order, caps_bytes = offer
     ours = [(bucket.leaves, bucket.cap_bytes) for bucket in assign_buckets(*offer)]
-    assigned, limits = torch_assignment(leaves, order, caps_bytes)
+    tensors = [
+        torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=leaf.device)
+        for leaf in (leaves[position] for position in order)
+    ]
+    is_sparse = [leaf.sparse for leaf in leaves]
+    assigned, limits = dist._compute_bucket_assignment_by_size(
+        tensors, list(caps_bytes), is_sparse, list(order)
+    )
     theirs = [(tuple(bucket), limit) for bucket, limit in zip(assigned, limits, strict=True)]
 
     # Torch appends the buckets that never reached their cap in the order of a hash table.
@@ -264,15 +256,6 @@ def test_tables() -> None:
     assert "sparse" in repr(small_plan())
 
 
-def named_tree(zeros: Any) -> dict[str, Any]:
-    return {
-        "w": zeros((300, 4), "float32"),
-        "b": zeros((4,), "float16"),
-        "n": zeros((2,), "int32"),
-        "layers": [zeros((5, 5), "float32"), None],
-    }
-
-
 @pytest.mark.parametrize(
     ("zeros", "device"),
     [
@@ -283,7 +266,13 @@ def named_tree(zeros: Any) -> dict[str, Any]:
 )
 def test_plans_of_trees(zeros: Any, device: str) -> None:
     """Of any library: `tests/tree/test_pytrees.py` describes leaves of each."""
-    plan = plan_buckets(named_tree(zeros), first_bucket_mb=1e-4)
+    tree = {
+        "w": zeros((300, 4), "float32"),
+        "b": zeros((4,), "float16"),
+        "n": zeros((2,), "int32"),
+        "layers": [zeros((5, 5), "float32"), None],
+    }
+    plan = plan_buckets(tree, first_bucket_mb=1e-4)
     paths = ["b", "layers.0", "layers.1", "n", "w"]
     assert [leaf.path for leaf in plan.leaves] == paths
     assert [leaf.dtype for leaf in plan.leaves] == [
@@ -318,6 +307,8 @@ def test_bad_arguments() -> None:
         plan_buckets(tree, sparse=["wieght"])
     with pytest.raises(ValueError, match="got the single str 'weight'"):
         plan_buckets(tree, sparse="weight")
+    with pytest.raises(ValueError, match="'n' of dtype int64, which has no gradient; name leaves"):
+        plan_buckets(tree, sparse=["n"])
     with pytest.raises(ValueError, match=r"order leaves out leaf 0 \('bias'\)"):
         plan_buckets(tree, order=[2])
     with pytest.raises(ValueError, match=r"select rejects it, leaf 0 \('bias'\)"):

@@ -101,12 +101,6 @@ def test_bound_on_what_a_rank_sends() -> None:
             assert {*virtual.sent} == {1}, (count, ranks)
 
 
-def stages_of(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Ranks summed already, and ranks along the axis, for each axis of these sizes from within."""
-    blocks = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
-    return [*zip(blocks, sizes, strict=True)][::-1]
-
-
 def summed_in_stages(virtual: VirtualRanks, sizes: tuple[int, ...]) -> str:
     """The sum of the ranks of a topology along one axis after the other, in text."""
     left = [
@@ -116,7 +110,8 @@ def summed_in_stages(virtual: VirtualRanks, sizes: tuple[int, ...]) -> str:
         ]
         for own in virtual.spans
     ]
-    for block, parts in stages_of(sizes):
+    for place, parts in reversed([*enumerate(sizes)]):
+        block = math.prod(sizes[place + 1 :])  # ranks summed already
         groups = []
         for number, tree in enumerate(virtual.stage(block, parts)):
             own = left[number * parts : (number + 1) * parts]

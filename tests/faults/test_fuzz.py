@@ -28,7 +28,6 @@ from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.shm.bindings import Status, make_arena, make_shm_backend, view_arena
 from fddp.transport.shm.fd_passing import FdListener, connect
 from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map
@@ -233,29 +232,33 @@ def test_memory_that_is_no_arena(size: int, seals: int, why: str) -> None:
     fd = memfd(size, seals)
     try:
         with pytest.raises(ValueError, match=why):
-            view_arena(fd, size)
+            extension.compiled.ShmView(fd, size)
     finally:
         os.close(fd)
     with pytest.raises(ValueError, match="does not refer to an anonymous file"):
-        view_arena(-1, 4096)
+        extension.compiled.ShmView(-1, 4096)
 
 
 @pytest.mark.parametrize("garbage", [b"\x00", b"\xff", b"\x7f"])
 def test_a_corrupt_control_block_ends_in_an_error(garbage: bytes) -> None:
     """Rank 1's slot and everything else in the control block is overwritten while rank 0 waits."""
-    arenas = [make_arena(8 * MIB) for _ in range(2)]
+    arenas = [extension.compiled.ShmArena(8 * MIB) for _ in range(2)]
     control_block = arenas[0].make_control_block(2)
     assert control_block is not None
-    views = [view_arena(arena.fd, arena.span) for arena in arenas]
-    backend = make_shm_backend(arenas[0], [None, views[1]], 0, control_block, 0.3, 2)
+    views = [extension.compiled.ShmView(arena.fd, arena.span) for arena in arenas]
+    backend = extension.compiled.ShmBackend(arenas[0], [None, views[1]], 0, control_block, 0.3, 2)
     work = backend.start("all_reduce", torch.ones(100_000))
     views[0].write(control_block, garbage * 16_000)  # smaller than that of two members
-    status = Status.PENDING
+    status = extension.compiled.SHM_PENDING
     for _ in range(100):
-        status = Status(work.status_within(0.1))
-        if status != Status.PENDING:
+        status = work.status_within(0.1)
+        if status != extension.compiled.SHM_PENDING:
             break
-    assert status in (Status.TIMEOUT, Status.CORRUPT, Status.LOST)
+    assert status in (
+        extension.compiled.SHM_TIMEOUT,
+        extension.compiled.SHM_CORRUPT,
+        extension.compiled.SHM_LOST,
+    )
     backend.shutdown()
 
 

@@ -180,6 +180,20 @@ def test_arbitrary_text_is_refused(name: str, text: str) -> None:
     check(name, text)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("rebuild", [[], True], "the plan is to be rebuilt with the caps []"),
+        ("rebuild", [[16, 0], True], "the plan is to be rebuilt with the caps [16, 0]"),
+        ("topology", [["host", 2], ["host", 2]], "two of the axes [['host', 2], ['host', 2]] have"),
+    ],
+)
+def test_terms_that_make_no_sense(field: str, value: Any, problem: str) -> None:
+    text = json.dumps({**json.loads(WRITTEN["terms"].text), field: value})
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        from_text(text)
+
+
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_malformed_reports_of_failures_do_not_hide_the_others(text: bytes) -> None:
     transport: Any = SimpleNamespace(

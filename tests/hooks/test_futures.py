@@ -85,6 +85,18 @@ def test_stages_start_one_at_a_time() -> None:
     assert [work.taken for work in (first, second, third)] == [1, 1, 1]
 
 
+def test_waiting_for_the_input_of_a_stage_starts_none() -> None:
+    work, log = Started(1), list[str]()
+    future = work.future().then(lambda n: (log.append("second"), Future.of(n + 1))[1])
+    future = future.then(lambda n: (log.append("third"), Future.of(n + 1))[1])
+    future.wait_ready()
+    assert (work.taken, log) == (1, [])
+    future.advance()
+    future.wait_ready()
+    assert log == ["second"]
+    assert future.wait() == 3
+
+
 def test_a_stage_may_have_stages_of_its_own() -> None:
     future = Future.of(1).then(lambda n: Future.of(n + 1).then(lambda m: Future.of((n, m))))
     future.advance()

@@ -24,7 +24,6 @@ from fddp.hooks import (
     TorchHook,
     allreduce,
     bf16_compress,
-    chain,
     fp16_compress,
     int8,
     power_sgd,
@@ -152,7 +151,7 @@ def test_every_scaling_gives_the_same_mean(group: Any, scaling: Any, hook: Hook[
     with fddp.GradSync(schedule, group=group, hook=hook) as sync:
         state = sync.init_state()
         for n in range(3):
-            weights = [weight(r, n) for r in range(3)]
+            weights = [weight(r, n) / 7.0 for r in range(3)]  # float16 serves means up to 1
             own = grads(group.rank, n)
             mean, state = sync.update(own, state, weight=weights[group.rank])
             shares = [heavy / sum(weights) for heavy in weights]
@@ -208,48 +207,6 @@ def test_late_gradients_travel_as_they_are() -> None:
     assert any(repaired for _, repaired in exact)
     for (mean, _), (wanted, _) in zip(exact, plain, strict=True):
         assert largest_difference(mean, wanted) < 1e-12
-
-
-# Units of weight
-
-
-@on_threads(2)
-def test_a_float16_bucket_that_is_reduced_again_keeps_its_state(group: Any) -> None:
-    own = {"w": torch.tensor([300.0, 2.0], dtype=torch.float16)}
-    with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
-        first, state = sync.update(own, sync.init_state())
-        assert first["w"].tolist() == [300.0, 0.0]
-        second, kept = sync.update(own, state, weight=1e4)  # too much for the unit of 1
-        assert second["w"].tolist() == [300.0, 2.0]
-        assert same_leaves(kept, state)
-        _, third = sync.update(own, kept, weight=1e4)
-        assert not same_leaves(third, state)
-
-
-@pytest.mark.parametrize("hook", [fp16_compress, chain(power_sgd(100), fp16_compress)])
-@on_threads(2)
-def test_weights_that_float16_can_not_bear_cost_time_and_no_bits(
-    group: Any, hook: Hook[Any]
-) -> None:
-    own = {"w": torch.tensor([[300.0, -1.0]] * 2)}
-    with fddp.GradSync(own, group=group, hook=hook) as sync:
-        state = sync.init_state()
-        for heavy in (1.0, 1e6, 1e6, 1e-3, 1e-3):
-            mean, state = sync.update(own, state, weight=heavy * (1 + group.rank))
-            assert torch.allclose(mean["w"], own["w"], rtol=2e-3)
-
-
-@on_threads(4)
-def test_between_hosts_such_weights_are_an_error_once(group: Any) -> None:
-    own = {"w": torch.tensor([300.0, -1.0, 2.0, 3.0])}
-    sync = fddp.GradSync(own, group=group, mesh=MESH, algorithm="hierarchical", hook=fp16_compress)
-    with sync:
-        with pytest.raises(
-            fddp.WeightError, match=r"mean weight is 1000000.0 where fp16_compress was scaled"
-        ):
-            sync(own, weight=1e6)
-        # Rounded once to float16, since 1e6 is not the power of two that is the unit.
-        assert torch.allclose(sync(own, weight=1e6)["w"], own["w"], rtol=2.0**-11, atol=0.0)
 
 
 # Plans

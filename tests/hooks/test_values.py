@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import (
+    AllReduce,
+    Bucket,
+    BucketSpec,
+    Future,
     Hook,
     allreduce,
     bf16_compress,
@@ -176,7 +181,11 @@ def test_power_sgd_skips_matrices_that_would_not_shrink() -> None:
     assert torch.equal(means[0], random_inputs(1, 6, 6, steps=1)[0][0])
 
 
-@pytest.mark.parametrize("hook", [fp16_compress, int8(8), top_k(0.3), power_sgd(2)], ids=name_of)
+@pytest.mark.parametrize(
+    "hook",
+    [fp16_compress, int8(8), top_k(0.3), power_sgd(2), chain(bf16_compress, int8(8))],
+    ids=name_of,
+)
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
 )
@@ -250,6 +259,64 @@ def test_allreduce_is_no_hook(data: st.DataObject) -> None:
             assert same_bits([sync(trees[group.rank]) for sync in (plain, hooked, same)])
 
     fddp.loopback(2, run)
+
+
+@dataclass(frozen=True)
+class SumOfSent(Hook[Any]):
+    """The sum of what each rank sent by a compressor, in place of the compressor's own result."""
+
+    feedback: Any
+
+    def init(self, spec: BucketSpec) -> Any:
+        return self.feedback.compressor.init(spec)
+
+    def apply(
+        self, state: Any, bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, Any]]:
+        end = self.feedback.compressor.compress(state, bucket, all_reduce).wait()
+        return all_reduce(end.sent().clone()).map(lambda total: (total, end.state))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "feedback",
+    [error_feedback(cast(torch.float64)), error_feedback(int8(5)), top_k(0.3), power_sgd(2)],
+    ids=name_of,
+)
+def test_the_total_is_the_sum_of_what_ranks_sent(world_size: int, feedback: Any) -> None:
+    inputs = random_inputs(world_size, 12, 10)
+    totals, _ = run_leaf(feedback.compressor, inputs)
+    sums, _ = run_leaf(SumOfSent(feedback), inputs)
+    for total, summed in zip(totals, sums, strict=True):
+        assert torch.allclose(total, summed, rtol=1e-9, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class AllStagesAtOnce(Hook[Any]):
+    """A hook whose stages are started as early as possible. Fails if it has undeclared ones."""
+
+    hook: Hook[Any]
+
+    def init(self, spec: BucketSpec) -> Any:
+        return self.hook.init(spec)
+
+    def apply(
+        self, state: Any, bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, Any]]:
+        future = self.hook.apply(state, bucket, all_reduce)
+        for _ in range(self.hook.stages - 1):
+            future.advance()
+        assert not future.pending
+        return future
+
+
+@pytest.mark.parametrize(
+    "hook", [*LOSSY, chain(power_sgd(2), int8(4)), chain(power_sgd(3), power_sgd(1))], ids=name_of
+)
+def test_no_hook_has_more_stages_than_it_declares(hook: Hook[Any]) -> None:
+    inputs = random_inputs(3, 12, 10)
+    means, _ = run_leaf(AllStagesAtOnce(hook), inputs)
+    assert same_bits([means, run_leaf(hook, inputs)[0]])
 
 
 ENDS = st.sampled_from([int8(5), top_k(0.3)])
@@ -327,7 +394,7 @@ FEEDBACK = [
 def test_error_feedback_loses_nothing_over_steps(
     hook: Hook[Any], weights: list[list[float]]
 ) -> None:
-    """Whatever the weights, and so the units that sums are in."""
+    """Whatever the weights."""
     runs = fddp.loopback(2, steps, hook, len(weights), torch.float64, lambda r, s: weights[s][r])
     _conserved(runs, weights, 1e-12)
 
@@ -358,6 +425,16 @@ def _leaves_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     return treedef.paths, leaves
 
 
+# Buckets
+
+
+def test_gradients_are_views_of_a_buffer_that_is_a_view() -> None:
+    bucket = Bucket(_spec(torch.zeros(2, 3)), torch.arange(8.0)[2:], 1.0)
+    (grad,) = bucket.gradients()
+    assert grad.tolist() == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+    assert grad.data_ptr() == bucket.buffer.data_ptr()
+
+
 # State
 
 
@@ -384,7 +461,6 @@ def test_state_saves_and_resumes_to_the_same_bits(hook: Hook[Any]) -> None:
         return means
 
     parted = fddp.loopback(2, halfway)
-    # The agreed unit of weight starts anew, so that sums are scaled by another power of two.
     for (means, _), others in zip(straight, parted, strict=True):
         assert same_bits([means, others])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -335,6 +336,84 @@ def sums_along_axes(rank: int, world_size: int) -> list[float]:
 
     with named_errors():
         return [float(x) for x in step(2.0**rank)]
+
+
+def calls_of(program: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the reductions of a program, which is traced only."""
+    equations = jax.make_jaxpr(program)(*args).jaxpr.eqns
+    return [equation.params["call"] for equation in equations if "call" in equation.params]
+
+
+def test_each_mesh_of_a_group_has_its_own_channel() -> None:
+    def channels(group: LoopbackGroup) -> list[int]:
+        mesh = fddp.Topology(host=2, local=1)
+        calls = calls_of(
+            lambda x: [
+                psum(x, group),
+                psum(x, group, mesh=mesh, axis="host"),
+                pmean(x, group, mesh=mesh, axis="local"),
+                pmean(x, group),
+            ],
+            1.0,
+        )
+        return [call.channel for call in calls]
+
+    for first, along_host, along_local, last in fddp.loopback(2, channels):
+        assert first == last != along_host == along_local
+
+
+def test_the_order_of_axis_names_does_not_matter() -> None:
+    """Ranks that name two of three axes in different orders are in one reduction."""
+    mesh = fddp.Topology(a=2, b=1, c=1)
+
+    def axes(group: LoopbackGroup) -> list[tuple[str, ...]]:
+        first, second = ("a", "b") if group.rank else ("b", "a"), ["c", "b"]
+        calls = calls_of(
+            lambda x: psum(psum(x, group, mesh=mesh, axis=first), group, mesh=mesh, axis=second),
+            1.0,
+        )
+        return [call.axes for call in calls]
+
+    assert fddp.loopback(2, axes) == [[("a", "b"), ("b", "c")]] * 2
+
+
+def test_tangents_keep_the_paths_of_their_leaves() -> None:
+    """Integers have none, so that a tangent has fewer leaves than its value."""
+
+    def paths(group: LoopbackGroup) -> list[tuple[str, ...]]:
+        def total(w: Any) -> Any:
+            return psum({"n": 3, "w": w}, group)
+
+        return [call.paths for call in calls_of(lambda w: jax.jvp(total, (w,), (w,)), 1.0)]
+
+    assert fddp.loopback(1, paths) == [[("n", "w"), ("w",)]]
+
+
+def test_grad_sync_averages_no_integers() -> None:
+    def paths(group: LoopbackGroup) -> list[tuple[str, ...]]:
+        def loss(w: Any) -> Any:
+            return grad_sync({"n": 3, "w": w}, group)["w"] * 2.0
+
+        return [call.paths for call in calls_of(jax.grad(loss), 1.0)]
+
+    assert fddp.loopback(1, paths) == [[("w",)] * 2]  # forward and backward
+
+
+def test_batches_along_any_axis() -> None:
+    """Of one leaf, beside one that is the same for all examples."""
+
+    def summed(group: LoopbackGroup) -> Any:
+        batched = jax.vmap(
+            lambda x: psum({"own": x, "same": jnp.ones(2)}, group),
+            in_axes=1,
+            out_axes={"own": 1, "same": None},
+        )
+        with named_errors():
+            return jax.jit(batched)(jnp.arange(6.0).reshape(2, 3) * (1 + group.rank))
+
+    for found in fddp.loopback(2, summed):
+        assert found["own"].tolist() == [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]
+        assert found["same"].tolist() == [2.0, 2.0]
 
 
 def test_modules_of_other_libraries_are_trees() -> None:

@@ -98,6 +98,9 @@ def test_axes_that_are_not_of_the_mesh() -> None:
             with pytest.raises(ValueError, match=text):
                 jax.make_jaxpr(lambda x, a=axis, m=given: psum(x, group, mesh=m, axis=a))(1.0)
 
+        with pytest.raises(TypeError, match="mesh must be a Topology or a DeviceMesh, got str"):
+            psum(1.0, group, mesh="local")  # type: ignore[call-overload]
+
     fddp.loopback(2, traced)
 
 
@@ -209,6 +212,36 @@ def test_without_named_errors_jax_raises_the_text() -> None:
             return str(float(jax.jit(lambda x: psum(x, group))(1.0)))
 
     assert fddp.loopback(2, program) == ["2.0", "2.0"]
+
+
+def test_programs_after_one_that_fails_while_others_are_started() -> None:
+    """Its input is still computed when it is dispatched, so that its error comes later."""
+
+    def program(group: LoopbackGroup) -> float:
+        slow, a = jax.jit(lambda a: (a @ a @ a @ a)[0, 0]), jnp.ones((1000, 1000))
+        with fddp.Communicator(group) as ranks:
+            closed = jax.jit(lambda x: psum(x, ranks))
+            closed(slow(a)).block_until_ready()  # both are compiled
+        with pytest.raises(fddp.ClosedError), named_errors():
+            closed(slow(a))
+        with named_errors():
+            return float(jax.jit(lambda x: psum(x, group))(2.0))
+
+    assert fddp.loopback(1, program) == [2.0]
+
+
+def test_the_newest_errors_are_kept() -> None:
+    """Of more failed programs than errors are kept of."""
+
+    def program(group: LoopbackGroup) -> None:
+        with fddp.Communicator(group) as ranks:
+            step = jax.jit(lambda x: psum(x, ranks))
+            step(1.0).block_until_ready()
+        for _ in range(70):
+            with pytest.raises(fddp.ClosedError), named_errors():
+                step(1.0)
+
+    fddp.loopback(1, program)
 
 
 def test_other_errors_pass_named_errors_by() -> None:

@@ -4,17 +4,23 @@ Its kernels are those of the CPU, run on the threads of streams after random del
 access its memory. A freed block is overwritten, and serves the next allocation on its stream. A
 result that is read before its time is NaN.
 
-`load` compiles it once and registers it with torch as the device "lag" and the backend "lag".
+`build` compiles it, `load` registers it with torch as the device "lag" and the backend "lag".
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import shutil
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,8 +28,9 @@ import torch.utils.cpp_extension as cpp_extension
 
 _HERE = Path(__file__).parent
 _SOURCES = ("device.cpp", "operators.cpp", "sparse.cpp", "backend.cpp")
-_TOGETHER = "".join(f'#include "{_HERE / source}"\n' for source in _SOURCES)
-_FOLDER = _HERE.parents[1] / "build" / "lag" / torch.__version__
+_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+_NAME = "fddp_lag"
+BUILD = _HERE.parents[1] / "build" / "lag"
 
 
 class _Module:
@@ -66,22 +73,54 @@ class _Module:
         return [torch.float16, torch.bfloat16]
 
 
+def library() -> Path:
+    """Return the path of the compiled device, which names what it was compiled for and from."""
+    texts = [path.read_bytes() for path in sorted({*_HERE.glob("*.cpp"), *_HERE.glob("*.h")})]
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+    return BUILD / f"{torch.__version__}-{sys.implementation.cache_tag}-{digest}.so"
+
+
+def build() -> Path:
+    """Compile the device, unless that is done, and return its path. Takes half a minute."""
+    target = library()
+    if target.exists():
+        return target
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # The system releases the lock of a process that is killed.
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for left in BUILD.glob("unfinished-*"):
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=BUILD, prefix="unfinished-") as folder:
+                os.replace(_compiled(Path(folder)), target)
+    return target
+
+
+def _compiled(folder: Path) -> Path:
+    # In one go: most of the time goes into reading headers.
+    whole, built = folder / "whole.cpp", folder / f"{_NAME}.so"
+    whole.write_text("".join(f'#include "{_HERE / source}"\n' for source in _SOURCES))
+    headers = [sysconfig.get_path("include"), *cpp_extension.include_paths()]
+    command = [
+        *("c++", "-std=c++20", "-O0", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"),
+        *(f"-isystem{folder}" for folder in headers),
+        *(str(whole), "-o", str(built)),
+        *(f"-L{folder}" for folder in cpp_extension.library_paths()),
+        *(f"-l{name}" for name in _LIBRARIES),
+    ]
+    subprocess.run(command, check=True)
+    return built
+
+
 @cache
 def load() -> Any:
-    """Compile the device, unless that is done, register it, and return its module."""
-    _FOLDER.mkdir(parents=True, exist_ok=True)
-    # In one go: most of the time goes into reading headers.
-    whole = _FOLDER / "whole.cpp"
-    if not whole.exists() or whole.read_text() != _TOGETHER:
-        whole.write_text(_TOGETHER)
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with mock.patch.dict(os.environ, PATH=beside):  # for ninja
-        module = cpp_extension.load(
-            "fddp_lag",
-            [str(whole)],
-            build_directory=str(_FOLDER),
-            extra_cflags=["-O0"],
-        )
+    """Register the compiled device, and return its module."""
+    spec = spec_from_file_location(_NAME, build())
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = module_from_spec(spec)
+    spec.loader.exec_module(module)
     torch.utils.rename_privateuse1_backend("lag")
     torch._register_device_module("lag", _Module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

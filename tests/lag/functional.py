@@ -414,16 +414,6 @@ def skipped(rank: Rank) -> None:
             rank.check(received, expected)
 
 
-def reduced_again(rank: Rank) -> None:
-    """Weights that outgrow the range of float16, for which buckets are reduced again."""
-    params = rank.put(mlp())
-    hook = fddp.hooks.cast(torch.float16)
-    with fddp.GradSync(params, group=rank.group, hook=hook, **SMALL) as sync:
-        for number, weight in enumerate((1.0, 1e6, 1e-6)):
-            grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
-            rank.check(sync(grads, weight=weight), means(number), 1e-2)
-
-
 def averaged_periodically(rank: Rank) -> None:
     """Means of parameters that travel while further steps run."""
     schedule = periodic.local_sgd({"w": torch.zeros(300)}, 2, delay=1)

@@ -47,7 +47,6 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.independent_streams,
         f.two_devices,
         f.skipped,
-        f.reduced_again,
         f.averaged_periodically,
         s.sparse_on_streams,
         s.sparse_taken,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fddp
-from fddp.native.autograd_leaves import leaf_set_type, members
+from fddp.native import extension
 from tests.lag.rank import Rank, slow
 from tests.support.models import mean_gradients
 
@@ -60,11 +60,11 @@ def sparse_on_streams(rank: Rank) -> None:
 def sparse_taken(rank: Rank) -> None:
     """A sparse gradient of another stream, released while the stream of the step still reads it."""
     host = torch.arange(30.0).double().reshape(10, 3)
-    leaves = leaf_set_type()([rank.put(host)])
+    leaves = extension.compiled.LeafSet([rank.put(host)])
     index, large = rank.put((torch.tensor([1, 1, 4]), torch.ones(250, 250).double()))
     current, side = torch.accelerator.current_stream(), torch.Stream(device=rank.device)
     for _ in range(3):
-        leaves.arm(members([[0]]), [1], [], lambda _: None)
+        leaves.arm(extension.compiled.BucketMembers([[0]]), [1], [], lambda _: None)
         side.wait_stream(current)
         with side:
             rows = nn.functional.embedding(index, leaves.leaves[0], sparse=True)

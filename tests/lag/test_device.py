@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,12 @@ import torch
 
 from tests import lag
 from tests.lag.rank import slow
+from tests.support.polling import soon
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SEEDS = range(20)
 
@@ -185,3 +189,25 @@ def check_two_devices(lagging: torch.device) -> None:
         lag.load().seed(seed)
         there = (torch.ones(100, device=lagging) * 3).to("lag:1") + 1
         assert (there.to(lagging) * 2).sum().item() == 800.0
+
+
+def test_a_build_that_was_killed_delays_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, folder = tmp_path / "c++", tmp_path / "lag"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(lag, "BUILD", folder)
+    compiler.write_text("#!/bin/sh\nsleep 60")
+    compiler.chmod(0o755)
+    program = (
+        f"from pathlib import Path; from tests import lag; lag.BUILD = Path({str(folder)!r});"
+        "lag.build()"
+    )
+    builds = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    assert soon(lambda: [*folder.glob("unfinished-*/whole.cpp")])
+    os.killpg(builds.pid, signal.SIGKILL)
+    builds.wait()
+    compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; echo built > $2")
+    built = lag.build()
+    assert built.read_text() == "built\n"
+    assert {path.name for path in folder.iterdir()} == {built.name, "lock"}

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fddp.core.protocol.lifecycle import Action, Event, Life, advance
-from fddp.native.autograd_leaves import param_set
-from fddp.native.backward_watch import (
-    OUTPUT_REACHED,
-    PASS_ABORTED,
-    backward_watch,
-    has_explicit_inputs,
-)
+from fddp.native import extension
 from tests.support.backward_calls import call_in_backward
 from tests.support.examples import examples
 
@@ -56,7 +50,9 @@ class Handler:
             with lock:
                 calls.append("output")
 
-        self.watch = backward_watch(self, self.gate, self.lock, on_output, Reports(calls))
+        self.watch = extension.compiled.BackwardWatch(
+            self, self.gate, self.lock, on_output, Reports(calls)
+        )
 
     def on_first_grad(self, context: int | None) -> None:
         self.calls.append("first grad" if context is None else f"context {context}")
@@ -97,7 +93,7 @@ def test_the_end_comes_last_and_once(handler: Handler, param: Tensor) -> None:
 
 
 def test_the_first_gradient_is_announced_if_it_is_expected(handler: Handler, param: Tensor) -> None:
-    watched = param_set([param], handler.watch)
+    watched = extension.compiled.ParamSet([param], handler.watch)
     param.sum().backward()
     handler.watch.follow(True, True)
     param.sum().backward()
@@ -149,7 +145,7 @@ def test_an_aborted_pass_is_reported(handler: Handler, param: Tensor) -> None:
     assert handler.calls == ["abort"]
     watch = handler.watch
     assert not watch.is_queued
-    assert watch.take_news() == OUTPUT_REACHED + PASS_ABORTED
+    assert watch.take_news() == extension.compiled.OUTPUT_REACHED + extension.compiled.PASS_ABORTED
     assert watch.take_news() == 0
     output = output_of(param)
     watch.expect_outputs([output])
@@ -160,7 +156,7 @@ def test_an_aborted_pass_is_reported(handler: Handler, param: Tensor) -> None:
     watch.expect_outputs([output])
     output.sum().backward()
     assert handler.calls == ["abort", "output", "end"]
-    assert watch.take_news() == OUTPUT_REACHED
+    assert watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 class Fails(Handler):
@@ -192,7 +188,7 @@ def test_errors_at_the_end_are_raised_by_backward(param: Tensor) -> None:
     with pytest.raises(KeyError, match="at the end"):
         output.sum().backward()
     assert handler.calls == ["end"]
-    assert handler.watch.take_news() == OUTPUT_REACHED
+    assert handler.watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 def test_a_forgotten_end_does_nothing(handler: Handler, param: Tensor) -> None:
@@ -210,7 +206,7 @@ def test_a_forgotten_end_does_nothing(handler: Handler, param: Tensor) -> None:
     with pytest.raises(ValueError, match="no backward here"):
         output.sum().backward()
     assert handler.calls == []
-    assert handler.watch.take_news() == OUTPUT_REACHED
+    assert handler.watch.take_news() == extension.compiled.OUTPUT_REACHED
 
 
 def unusual(handler: Handler, param: Tensor, output: Tensor, case: str) -> None:
@@ -250,7 +246,7 @@ def test_unusual_passes_are_left_to_the_handler(handler: Handler, param: Tensor,
 def test_gradients_in_no_step_are_reported_at_the_end_of_the_pass() -> None:
     handler = Handler()
     params = [torch.ones(2, requires_grad=True) for _ in range(3)]
-    watched = param_set(params, handler.watch)
+    watched = extension.compiled.ParamSet(params, handler.watch)
 
     def run(*used: int, allowed: bool = False) -> list[str]:
         handler.calls.clear()
@@ -297,7 +293,7 @@ def test_the_observer_outlives_its_handler() -> None:
     owned = [Handler()]
     watch = owned[0].watch
     param = torch.ones(2, requires_grad=True)
-    watched = param_set([param], watch)
+    watched = extension.compiled.ParamSet([param], watch)
     output = param * 2
     watch.expect_outputs([output])
     owned.clear()
@@ -322,11 +318,11 @@ class Driver:
         self.events: list[Event] = []
         self.calls = 0  # because an output was reached
         self._unseen = unseen
-        self.watch = backward_watch(
+        self.watch = extension.compiled.BackwardWatch(
             self, SimpleNamespace(is_on=True), threading.RLock(), self.on_output, Reports([])
         )
         self.params = [torch.ones(2, requires_grad=True) for _ in range(2)]
-        self._hooks = param_set(self.params, self.watch)
+        self._hooks = extension.compiled.ParamSet(self.params, self.watch)
         self._follow()
 
     def note(self, event: Event) -> None:
@@ -340,9 +336,9 @@ class Driver:
 
     def _take_news(self) -> None:
         news = self.watch.take_news()
-        if news & OUTPUT_REACHED:
+        if news & extension.compiled.OUTPUT_REACHED:
             self._advance("output reached")
-        if news & PASS_ABORTED:
+        if news & extension.compiled.PASS_ABORTED:
             self._execute_after("pass aborted")
 
     def _advance(self, event: Event) -> Sequence[Action]:
@@ -367,7 +363,9 @@ class Driver:
     def on_output(self, *_: object) -> None:
         self.calls += 1
         self.note("due")
-        self.note("inputs reached" if has_explicit_inputs() else "output reached")
+        self.note(
+            "inputs reached" if extension.compiled.has_explicit_inputs() else "output reached"
+        )
 
     def on_first_grad(self, context: int | None) -> None:
         self.note("due")

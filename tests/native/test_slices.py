@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout
-from fddp.native.pack import slices, storage_use_count
+from fddp.native.pack import slices
 
 LAYOUT = Layout((0, 10, 10, 22), ((10,), (0, 4), (3, 4), ()), ((1,), (4, 1), (1, 3), ()), 23)
 
@@ -47,17 +48,17 @@ def test_writing_one_does_not_bump_the_others(buffer: Tensor) -> None:
 
 
 def test_owners_are_counted(buffer: Tensor) -> None:
-    assert storage_use_count(buffer) == 1
+    assert extension.compiled.storage_use_count(buffer) == 1
     results = slices(buffer, LAYOUT)
-    assert storage_use_count(buffer) == 5
-    assert [storage_use_count(leaf) for leaf in results] == [1, 1, 1, 1]
+    assert extension.compiled.storage_use_count(buffer) == 5
+    assert [extension.compiled.storage_use_count(leaf) for leaf in results] == [1, 1, 1, 1]
     del results
-    assert storage_use_count(buffer) == 1
+    assert extension.compiled.storage_use_count(buffer) == 1
     for hold in (Tensor.untyped_storage, lambda whole: whole[1:]):
         held = hold(buffer)
-        assert storage_use_count(buffer) == 2
+        assert extension.compiled.storage_use_count(buffer) == 2
         del held
-    assert storage_use_count(buffer) == 1
+    assert extension.compiled.storage_use_count(buffer) == 1
 
 
 def gradient(leaf: Tensor) -> Tensor:
@@ -81,9 +82,9 @@ HOLDS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("name", HOLDS)
 def test_memory_in_use_has_owners(buffer: Tensor, name: str) -> None:
     held = HOLDS[name](slices(buffer, LAYOUT)[2])
-    assert storage_use_count(buffer) == 2
+    assert extension.compiled.storage_use_count(buffer) == 2
     del held
-    assert storage_use_count(buffer) == 1
+    assert extension.compiled.storage_use_count(buffer) == 1
 
 
 def test_slices_of_inference_mode_are_plain_tensors() -> None:
@@ -112,7 +113,7 @@ def test_sharing_one_moves_it_to_shared_memory_and_releases_the_buffer(buffer: T
     matrix.share_memory_()
     assert matrix.is_shared()
     assert torch.equal(matrix, expected)
-    assert storage_use_count(buffer) == 1
+    assert extension.compiled.storage_use_count(buffer) == 1
 
 
 def test_slices_cannot_grow_into_their_neighbours(buffer: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -146,6 +147,22 @@ def in_place(group: Any) -> tuple[bool, Tensor]:
     assert module.weight.requires_grad
     assert module.weight.grad is None
     return before == [id(p) for p in module.parameters()], module.weight.detach()
+
+
+@pytest.mark.parametrize("launch", ["shm"], indirect=True)
+def test_averages_are_no_memory_that_ranks_share(launch: Launch) -> None:
+    """A forked process that writes parameters, such as a worker of a data loader, writes a copy."""
+    assert launch(2, written_by_a_child) == [(0, [0.5, 0.5])] * 2
+
+
+def written_by_a_child(group: Any) -> tuple[int, list[float]]:
+    averaged = average({"w": torch.full((2,), float(rank_of(group)))}, group=group)
+    pid = os.fork()
+    if pid == 0:
+        averaged["w"].zero_()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return status, averaged["w"].tolist()
 
 
 # As torch's

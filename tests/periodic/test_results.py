@@ -319,7 +319,8 @@ def interrupted(group: Any, stop: int) -> tuple[Any, Any, bool]:
 
 
 def test_an_earlier_state_can_be_continued(launch: Launch) -> None:
-    """On all ranks, with the same object, after later steps."""
+    """On all ranks, with the same object, after later steps; also if these have left a mean of the
+    same fragment in flight."""
     for first, second in launch(2, twice):
         assert same_bits([first, second])
 
@@ -332,7 +333,7 @@ def twice(group: Any) -> tuple[Any, Any]:
         for step in range(4):
             params, state = sync.step(inner(params, rank_of(group), step), state)
         kept = params, state
-        for stop in (STEPS - 2, STEPS):
+        for stop in (STEPS - 4, STEPS - 2, STEPS):
             params, state = kept
             results = results[-1:]
             for step in range(4, stop):
@@ -361,6 +362,42 @@ def unwritten(group: Any) -> bool:
             assert repr(state) == before[1]
             params, state = new_params, new_state
     return True
+
+
+@pytest.mark.parametrize("outer", [None, periodic.sgd()], ids=["average", "outer"])
+def test_states_do_not_share_memory_with_parameters(outer: Any) -> None:
+    """The caller may write parameters in place, also during a collective in flight."""
+
+    def run(group: Any) -> list[bool]:
+        params, unchanged = initial(), []
+
+        def schedule(tree: Any) -> Any:
+            return periodic.local_sgd(tree, 3, delay=2)
+
+        with periodic.PeriodicSync(params, schedule, outer=outer, group=group) as sync:
+            state = sync.init(params)
+            for _ in range(6):
+                before = repr(state)
+                fddp.tree_map(lambda p: p.add_(1), params)
+                unchanged.append(repr(state) == before)
+                params, state = sync.step(params, state)
+        return unchanged
+
+    assert fddp.loopback(2, run) == [[True] * 6] * 2
+
+
+def test_frozen_parameters_of_a_module_stay_local() -> None:
+    def run(group: Any) -> dict[str, Any]:
+        module = nn.Linear(1, 1)
+        for param in module.parameters():
+            nn.init.constant_(param, group.rank)
+        module.bias.requires_grad_(False)
+        with periodic.PeriodicSync(module, periodic.local_sgd, group=group) as sync:
+            state = {**sync.init(module), "step": 99}
+            averaged, _ = sync.step(module, state)
+        return {name: param.item() for name, param in averaged.items()}
+
+    assert fddp.loopback(2, run) == [{"weight": 0.5}] * 2
 
 
 def test_parameters_written_in_place(launch: Launch) -> None:

@@ -80,6 +80,7 @@ def test_schedules_are_values(schedule: PeriodicSchedule) -> None:
     [
         (0, 0, "period must be an int of at least 1, got 0"),
         (2.0, 0, "got 2.0"),
+        (True, 0, "got True"),
         (1, -1, "warmup_steps must be an int of at least 0, got -1"),
     ],
 )
@@ -151,6 +152,15 @@ def test_invalid_fragments(fields: dict[str, Any], text: str) -> None:
         Fragment(**{"paths": ("w",), "nbytes": 4, "when": Periodic(1), **fields})
 
 
+def test_a_layer_ends_at_the_first_number_of_its_paths() -> None:
+    tree = {"layers": [{"experts": [torch.zeros(2), torch.zeros(2)]} for _ in range(2)]}
+    schedule = streaming_diloco(tree, 10, fragments=2)
+    assert [fragment.paths for fragment in schedule.fragments] == [
+        ("layers.0.experts.0", "layers.0.experts.1"),
+        ("layers.1.experts.0", "layers.1.experts.1"),
+    ]
+
+
 # Simulation
 
 
@@ -195,6 +205,32 @@ def test_a_delay_hides_the_collective() -> None:
         waits.append(found.waited_s)
     assert waits[0] == pytest.approx(0.1 * 101)
     assert waits[1] <= 1e-6 >= waits[2]
+
+
+def test_collectives_that_start_together_share_the_link() -> None:
+    """Two ranks send the 100 bytes of each fragment in 0.1 s, one fragment after the other."""
+    halves = PeriodicSchedule(tuple(Fragment((path,), 100, Periodic(2)) for path in "ab"))
+    found = simulate_periodic(halves, CostModel(0.0, 1e-3), ranks=2, step_s=1.0, steps=1)
+    assert found.waited_s == pytest.approx(0.2)
+
+
+def test_an_average_waits_for_no_collective_after_its_own() -> None:
+    """The first fragment is due while the second, which takes 10 s, is in flight."""
+    fragments = (
+        Fragment(("a",), 100, Periodic(100), delay=2),
+        Fragment(("b",), 10_000, Periodic(100, warmup_steps=1), delay=50),
+    )
+    link = CostModel(0.0, 1e-3)
+    found = simulate_periodic(PeriodicSchedule(fragments), link, ranks=2, step_s=1.0, steps=10)
+    assert found.waited_s == 0.0
+
+
+def test_default_steps_and_bits_of_a_simulation() -> None:
+    """Ten cycles of 4 steps after the first starts, which are complete in step 3; on two ranks each
+    sends a quarter of the float32 of 11 and 10 starts."""
+    found = simulate_periodic(HALVES, CostModel(0.0, 1e-3), ranks=2, step_s=1.0, bits=8.0)
+    assert found.steps == 43
+    assert found.sent_bytes == pytest.approx((11 * 16 + 10 * 8) / 4)
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 NAMES = ("__init__", "__main__", "averaging", "extend", "numerics")
 PUBLIC = ("averaging", "errors", "extend", "hooks", "numerics", *CAPABILITIES)
 # By package, the rooms that import it.
-ONLY_IN = {"optree": {"tree"}, "fddp._C": {"native"}}
+ONLY_IN = {"optree": {"tree"}}
 CORE_IMPORTS_NONE_OF = ("torch", "optree", "jax")
 WITHOUT_PROCESS_GROUPS = {"core", "native", "tree"}
 
 
 def imports(module: str) -> Iterator[str]:
     """Full names of what a module imports, also inside functions and under `TYPE_CHECKING`."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    return imported_by(ast.parse(MODULES[module].read_text()))
+
+
+def imported_by(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
+            assert node.level == 0, f"{ast.unparse(node)} is relative"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -45,6 +49,8 @@ def own_module(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != "fddp":
         return None
+    if is_of(name, "fddp._C"):
+        return "native.extension"  # which loads it
     while parts[1:] and ".".join(parts[1:]) not in MODULES:
         parts.pop()
     return ".".join(parts[1:]) or "__init__"
@@ -91,7 +97,7 @@ def problem(module: str, name: str) -> str | None:
         return f"{room} knows no process groups"
     if is_of(name, "fddp.integrations") and room not in ("integrations", *NAMES):
         return "frameworks are imported by those who ask for them"
-    if imported is None or room in NAMES or room_of(imported) == room or is_of(name, "fddp._C"):
+    if imported is None or room in NAMES or room_of(imported) == room:
         return None
     if room in CAPABILITIES:
         return None if is_public(name) else "it is no public name"
@@ -124,6 +130,21 @@ def test_no_circle_of_files() -> None:
     assert circles({**edges, "__init__": set()}) == []
 
 
+class WithoutTypes(ast.NodeTransformer):
+    """Removes what is imported for types alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+@pytest.mark.slow
+def test_others_import_types_of_the_extension_alone() -> None:
+    """At run time `native/extension.py` loads it, and checks that it fits the installed torch."""
+    for module, path in MODULES.items():
+        used = imported_by(WithoutTypes().visit(ast.parse(path.read_text())))
+        assert not [name for name in used if is_of(name, "fddp._C")], module
+
+
 @pytest.mark.slow
 def test_test_modules_do_not_import_each_other() -> None:
     """They share what is in `tests/support`."""
@@ -138,6 +159,7 @@ def test_broken_rules_are_found() -> None:
     for module, name in (
         ("core.text", "fddp.errors"),
         ("native.pack", "fddp._C.pack"),
+        ("sync.engine", "fddp._C.LeafSet"),
         ("watch.monitor", "fddp"),
         ("watch.monitor", "fddp.GradSync"),
         ("watch.monitor", "fddp.extend.exchange"),
@@ -147,6 +169,8 @@ def test_broken_rules_are_found() -> None:
         assert problem(module, name) is None, (module, name)
     for module, name, rule in (
         ("sync.engine", "optree.tree_map", "only tree may import optree"),
+        ("core.plan.plan", "fddp._C.Layout", "it is of a later room"),
+        ("watch.monitor", "fddp._C.Layout", "it is no public name"),
         ("core.text", "torch.Tensor", "core imports the standard library"),
         ("tree.pytree", "torch.distributed.init_process_group", "tree knows no process groups"),
         ("cli.main", "fddp.integrations.lightning", "frameworks are imported by"),

@@ -264,12 +264,12 @@ def test_another_world_size_has_other_bits() -> None:
     assert mean_digest(2, pairs, options=deterministic) != mean_digest(4, options=deterministic)
 
 
-def test_weights_of_another_unit_have_other_bits() -> None:
-    def weighted(group: Any, unit: float) -> str:
+def test_multiplied_weights_have_other_bits() -> None:
+    def weighted(group: Any, factor: float) -> str:
         with fddp.GradSync(parameters(), group=group, deterministic=True) as sync:
-            return digest(sync(gradients(group.rank), weight=unit * (1.0 + group.rank)))
+            return digest(sync(gradients(group.rank), weight=factor * (1.0 + group.rank)))
 
-    whole, cut = (fddp.loopback(3, weighted, unit)[0] for unit in (1.0, 0.3))
+    whole, cut = (fddp.loopback(3, weighted, factor)[0] for factor in (1.0, 0.3))
     assert whole != cut
 
     def alike(group: Any, weight: float) -> str:

@@ -19,11 +19,10 @@ from fddp.core.protocol.launch import Phase, may_launch
 from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.native import executor as native
-from fddp.native.executor import NativeInstr, collectives_of_one, new_executor
-from fddp.native.flight_ring import new_flight_ring
-from fddp.runtime.compiled import CompiledProgram, make_instr
-from fddp.runtime.program import Instruction, Program
-from fddp.runtime.step_context import ListKey
+from fddp.native import extension
+from fddp.native.executor import collectives_of_one
+from fddp.runtime.compiled import CompiledProgram
+from fddp.runtime.program import Program
 from fddp.telemetry.waits import waits_since
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
@@ -271,34 +270,32 @@ class _Work:
         self.run.done.add(self.position)
 
 
-class _Run(CompiledProgram):
-    """A program whose instructions check the launch rule, then append their position."""
+class _Run:
+    """Functions of a step that check the launch rule, then append their position."""
 
     def __init__(self, schedule: Schedule) -> None:
-        transport: Any = SimpleNamespace(
-            native_collectives=collectives_of_one, control_device=torch.device("cpu")
-        )
-        super().__init__(Program(schedule, 0, False), transport, None)
+        self.schedule = schedule
         self.ready: set[int] = set()
         self.done: set[int] = set()
         self.phase: Phase = "backward"
         self.ran: list[int] = []
 
-    def _bound(self, instruction: Instruction, key: ListKey) -> NativeInstr:
-        position, op = instruction.position, instruction.op
-        kind = op.kind if op.kind == "pack" else "start" if is_collective(op) else "call"
-        if op.kind == "control":
-            kind = "start" if op.bucket < 0 else "call"
+    def new_memory(self, bucket: int) -> Tensor:
+        return torch.zeros(self.schedule.buffer_numels[bucket])
 
-        def run(step: Any, wait_soon: bool = False) -> _Work | None:
-            assert self.may_launch(position)
+    def run(self, position: int) -> _Work | None:
+        assert self.may_launch(position)
+        if self.schedule.ops[position].kind != "control":  # noted as its word is written
             self.ran.append(position)
-            return _Work(self, position) if kind == "start" else None
+        return _Work(self, position) if is_collective(self.schedule.ops[position]) else None
 
-        return make_instr(instruction, kind, run)
+    def write_word(self) -> Tensor:
+        assert self.may_launch(self.schedule.control)
+        self.ran.append(self.schedule.control)
+        return torch.zeros(1)
 
     def may_launch(self, position: int) -> bool:
-        return may_launch(self.program.schedule, position, self.ready, self.done, self.phase)
+        return may_launch(self.schedule, position, self.ready, self.done, self.phase)
 
 
 @settings(deadline=None)
@@ -307,33 +304,45 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
     schedule: Schedule, data: st.DataObject
 ) -> None:
     """In any order of gradients and of collectives that finish."""
-    code = _Run(schedule)
-    key = ListKey()
-    lists = *code.first_lists(key), code.rest(key)
-    order = [op for op in range(len(schedule.ops)) if schedule.ops[op].when == "always"]
-    executor = new_executor(
-        code.constants, code.collectives, new_flight_ring(64), 0, 0, weakref.ref(code), lists[0]
+    transport: Any = SimpleNamespace(
+        native_collectives=collectives_of_one, control_device=torch.device("cpu")
+    )
+    with only_python():
+        code = CompiledProgram(Program(schedule, 0, False), transport, None)
+    run = _Run(schedule)
+    late = data.draw(st.sets(st.sampled_from(range(len(schedule.plan.buckets)))))
+    calls = extension.compiled.StepCalls(
+        lambda step, position, wait_soon: step.run(position),
+        lambda step, position, error: None,
+        lambda step: step.write_word(),
+        lambda step, is_regular: (sorted(late), False),
+    )
+    order = [
+        position
+        for position, op in enumerate(schedule.ops)
+        if op.when == "always" or op.bucket in late
+        if not (op.kind == "unpack" and schedule.plan.buckets[op.bucket].sparse)
+    ]
+    ring, reference = extension.compiled.FlightRing(64), weakref.ref(run)
+    executor = extension.compiled.Executor(
+        code.native, calls, code.collectives.native, ring, 0, 0, reference, [], False, False
     )
     for bucket in data.draw(st.permutations(range(len(schedule.plan.buckets)))):
         if data.draw(st.booleans()):
-            code.done.update(code.ran)
+            run.done.update(run.ran)
         if data.draw(st.booleans()):
-            code.ready.add(bucket)
+            run.ready.add(bucket)
             executor(bucket)
-            assert code.ran == order[: len(code.ran)]
-            assert not code.may_launch(order[len(code.ran)])
-    code.phase = "complete"
-    for number in (0, 1):
-        if number:
-            executor.run_list(lists[number], native.Phase.COMPLETE)
-        while not executor.run(native.Phase.COMPLETE):
-            assert not code.may_launch(order[len(code.ran)])
-            code.done.add(data.draw(st.sampled_from(sorted({*code.ran} - code.done))))
-    assert code.ran == order[: len(code.ran)]
-    repair = next((p for p, op in enumerate(schedule.ops) if op.when != "always"), None)
-    assert not any(
-        code.may_launch(position) for position in (repair, *order[len(code.ran) :][:1]) if position
-    )
-    code.phase = "free"
-    assert executor.run_list(lists[2], native.Phase.FREE)
-    assert code.ran == order
+            assert run.ran == order[: len(run.ran)]
+            assert not run.may_launch(order[len(run.ran)])
+    run.phase = "complete"
+    executor.run(native.Phase.COMPLETE)
+    while pending := sorted({*run.ran} - run.done):
+        assert not run.may_launch(order[len(run.ran)])
+        run.done.add(data.draw(st.sampled_from(pending)))
+        executor.run(native.Phase.COMPLETE)
+    assert run.ran == order[: len(run.ran)]
+    assert not run.may_launch(order[len(run.ran)])
+    run.phase = "free"
+    executor.run(native.Phase.FREE)
+    assert run.ran == order

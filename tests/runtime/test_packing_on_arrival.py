@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fddp
-from fddp.native.pack import storage_use_count
+from fddp.native import extension
 
 WIDTH = 192  # 147,456 bytes a leaf: large enough to be packed on arrival
 LEAVES = 4
@@ -235,9 +235,9 @@ def test_a_step_leaves_no_owner_of_its_buckets() -> None:
             for number in range(3):
                 _, grads = step(params, batch_of(group.rank, number))
             released = [last for *_, last in sync._engine._pool._released.values()]
-            assert all(storage_use_count(buffer) > 1 for buffer in released)
+            assert all(extension.compiled.storage_use_count(buffer) > 1 for buffer in released)
             del grads
-            assert all(storage_use_count(buffer) == 1 for buffer in released)
+            assert all(extension.compiled.storage_use_count(buffer) == 1 for buffer in released)
 
     fddp.loopback(2, loop)
 

@@ -13,14 +13,13 @@ deadlocks only. What was skipped passes on what it depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fddp.core.schedule.op import Op
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
+from fddp.core.schedule.schedule import Schedule
 
 PRIME = 2**31 - 1
 
@@ -32,7 +31,6 @@ class Fate(NamedTuple):
     """Decisions of the control word about a bucket."""
 
     late: bool
-    unfit: bool
 
 
 class WrongError(Exception):
@@ -56,7 +54,7 @@ def find_fault(schedule: Schedule, *, tries: int = 3, seed: int = 0) -> str | No
 
 def _fates(schedule: Schedule, rng: np.random.Generator) -> Iterator[list[Fate]]:
     buckets = len(schedule.plan.buckets)
-    every = [Fate(late, unfit) for unfit, late in product((False, True), (True, False))]
+    every = [Fate(True), Fate(False)]
     for fate in every:
         yield [fate] * buckets
     yield [every[i] for i in rng.integers(0, len(every), buckets)]
@@ -133,7 +131,6 @@ class _Run:
         self.late = [
             self.garbage(numel) * fate.late for numel, fate in zip(numels, fates, strict=True)
         ]
-        self.unit = int(rng.integers(2, PRIME))  # of weight, where it does not fit
         self.taken: set[tuple[int, str]] = set()
         self.owners = [np.full(numel, -1) for numel in numels]
         self.handed_out = [np.zeros((self.world, numel), dtype=np.int64) for numel in numels]
@@ -183,11 +180,7 @@ class _Run:
             return True
         if not self.knows:
             raise WrongError(f"ranks take different branches at {op}")
-        fate = self.fates[op.bucket]
-        return fate.late or (op.when == "again" and fate.unfit and self.is_narrow(op.bucket))
-
-    def is_narrow(self, bucket: int) -> bool:
-        return self.schedule.wire_dtypes[bucket] in RETAINED_DTYPES
+        return self.fates[op.bucket].late
 
     # Operations
 
@@ -240,10 +233,7 @@ class _Run:
         else:
             source = self.late[b] if op.when == "late" else self.packed[b]
         self.taken.add((b, op.when))
-        is_fit = (op.when == "again" and self.is_narrow(b)) or not self.fates[b].unfit
-        factor = 1 if is_fit else self.unit
-        if self.schedule.scaling == "before":
-            factor = factor * inverse(self.world) % PRIME
+        factor = inverse(self.world) if self.schedule.scaling == "before" else 1
         return source % PRIME * factor % PRIME
 
     def all_reduce(self, op: Op, inputs: list[Residues]) -> None:
@@ -292,12 +282,8 @@ class _Run:
     def unpack(self, op: Op, inputs: list[Residues]) -> None:
         """Corrects in place, and hands out views."""
         b, memory = op.bucket, self.memory[op.bucket, "bucket"]
-        factor = 1
-        if self.is_mean and not self.schedule.plan.buckets[b].sparse:
-            if self.fates[b].unfit and not self.is_narrow(b):
-                factor = inverse(self.unit)
-            if self.schedule.scaling == "after":
-                factor = factor * inverse(self.world) % PRIME
+        is_dense_mean = self.is_mean and not self.schedule.plan.buckets[b].sparse
+        factor = inverse(self.world) if is_dense_mean and self.schedule.scaling == "after" else 1
         for rank, part in enumerate(self.own_parts(op)):
             self.expect(b, rank, part, inputs[rank] * factor % PRIME)
             memory[rank, part] = memory[rank, part] * factor % PRIME

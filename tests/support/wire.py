@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -23,8 +24,12 @@ class Traffic(NamedTuple):
     received: int
 
 
-def connections() -> dict[str, Traffic]:
-    """Return the payload that each open TCP connection of this process has carried; Linux only."""
+def connections(*, except_port: int | None = None) -> dict[str, Traffic]:
+    """Return the payload that each open TCP connection of this process has carried; Linux only.
+
+    Connections of which `except_port` is an end are left out, as those to a store, which a thread
+    of each rank polls at times of its own.
+    """
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -38,7 +43,7 @@ def connections() -> dict[str, Traffic]:
             with socket.socket(fileno=os.dup(duplicate)) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if connection.type != socket.SOCK_STREAM:
+                if connection.type != socket.SOCK_STREAM or except_port in _ports(connection):
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         finally:
@@ -50,8 +55,16 @@ def connections() -> dict[str, Traffic]:
     return found
 
 
-def traffic_since(before: dict[str, Traffic]) -> Traffic:
-    """Return what the connections that are open now have carried since `connections()`.
+def _ports(connection: socket.socket) -> list[int]:
+    ports = [connection.getsockname()[1]]
+    with contextlib.suppress(OSError):  # not connected
+        ports.append(connection.getpeername()[1])
+    return ports
+
+
+def traffic_since(before: dict[str, Traffic], *, except_port: int | None = None) -> Traffic:
+    """Return what the connections that are open now have carried since `connections()`, with the
+    same `except_port`.
 
     A connection closed since then is left out. The peer may close it, too: let no rank close a
     group before all have called this.
@@ -65,6 +78,9 @@ def traffic_since(before: dict[str, Traffic]) -> Traffic:
         >>> data = connection.recv(1000, socket.MSG_WAITALL)
         >>> traffic_since(before)
         Traffic(sent=1000, received=1000)
+        >>> port = server.getsockname()[1]
+        >>> traffic_since({}, except_port=port)
+        Traffic(sent=0, received=0)
         >>> client.close()
         >>> traffic_since(before).sent
         0
@@ -72,7 +88,7 @@ def traffic_since(before: dict[str, Traffic]) -> Traffic:
         ...     each.close()
     """
     sent = received = 0
-    for inode, now in connections().items():
+    for inode, now in connections(except_port=except_port).items():
         then = before.get(inode, Traffic(0, 0))
         sent += now.sent - then.sent
         received += now.received - then.received

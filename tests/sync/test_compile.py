@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,15 @@ def test_tree_map_within_a_graph() -> None:
     def f(p: Any, g: Any) -> Any:
         return fddp.tree_map(lambda a, b: a - b, p, g)
 
-    p = {"b": torch.ones(2), "a": [torch.ones(3), (torch.ones(1), None)]}
-    g = {"a": [torch.ones(3), (None, None)], "b": torch.ones(2)}
+    counts = defaultdict(int, z=torch.ones(1))
+    p = {"b": torch.ones(2), "a": [torch.ones(3), (torch.ones(1), None)], "c": counts}
+    g = {"a": [torch.ones(3), (None, None)], "b": torch.ones(2), "c": {"z": torch.ones(1)}}
     torch._dynamo.reset()
     result = torch.compile(f, backend="eager", fullgraph=True)(p, g)
-    assert list(result) == ["b", "a"]
+    assert list(result) == ["b", "a", "c"]
     assert largest_difference(result, f(p, g)) == 0.0
     assert result["a"][1][1] is None
+    assert result["c"].default_factory is int
 
 
 # GradSync

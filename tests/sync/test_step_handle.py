@@ -17,7 +17,7 @@ import fddp
 from fddp import Topology
 from fddp.sync.step_handle import StepHandle
 from fddp.testing import param_trees, topologies
-from tests.support.endings import Ending, ending
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, descend, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch, launch_fixture, run_fresh
 
@@ -158,6 +158,24 @@ def test_a_dropped_handle_is_finished_by_the_next_step() -> None:
                 assert same_bits([kept.wait(), params])
 
     fddp.loopback(2, run)
+
+
+def test_an_error_does_not_wait_for_a_step_in_flight() -> None:
+    """Other ranks may not have started it."""
+
+    def run(group: Any) -> bool:
+        grads, handles = {"w": torch.ones(2)}, []
+
+        def fail() -> None:
+            with fddp.GradSync(grads, group=group, timeout_s=5.0) as sync:
+                if group.rank == 0:
+                    handles.append(sync.start(grads))
+                raise BoomError(1, "after the start")
+
+        assert ending(fail).kinds[0] == "BoomError"
+        return any(handle.is_done for handle in handles)
+
+    assert fddp.loopback(2, run) == [False, False]
 
 
 def test_within_a_loss_function_it_ends_at_once() -> None:

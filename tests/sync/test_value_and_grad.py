@@ -99,6 +99,19 @@ def test_weight_fn_receives_the_arguments_of_the_loss_function() -> None:
     fddp.loopback(1, run)
 
 
+def test_accumulated_gradients_of_no_weight_do_not_count() -> None:
+    """As gradients of a step with weight 0: no leaf is used for their sake."""
+
+    def run(group: Any) -> Any:
+        params = {"a": torch.ones(()), "b": torch.ones(())}
+        nothing = {"a": torch.tensor(math.nan), "b": torch.tensor(math.nan)}
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(lambda p: p["a"] * 3.0)
+            return step(params, accumulated=(nothing, 0.0))[1]
+
+    assert fddp.loopback(2, run) == [{"a": torch.tensor(3.0), "b": None}] * 2
+
+
 # Info of a step
 
 

@@ -108,6 +108,13 @@ def test_epochs_have_other_orders() -> None:
     assert [number for number, _ in sampler.steps(sampler)] == [*range(10, 15)]
 
 
+def test_the_state_after_an_epoch_is_that_before_the_next() -> None:
+    (sampler,) = samplers(1)
+    states = [sampler.state_dict() for _ in sampler.steps(sampler)]
+    assert states[-1] == sampler.state_dict()
+    assert (states[-1]["epoch"], states[-1]["step"]) == (1, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders(workers: int) -> None:
@@ -171,6 +178,38 @@ def test_runs_go_on_at_any_step_with_any_number_of_ranks() -> None:
 def test_arguments(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+# Batches
+
+WEIGHT = {"w": torch.ones(())}
+
+
+def test_batches_are_passed_by_position_or_name() -> None:
+    def run(group: Any) -> list[float]:
+        with fddp.GradSync(WEIGHT, group=group, virtual_ranks=4) as sync:
+            step = sync.value_and_grad(lambda p, x: p["w"] * x)
+            batches = sync.virtual_batches(lambda number: 2.0 * number)
+            return [
+                found[1]["w"].item() for found in (step(WEIGHT, batches), step(WEIGHT, x=batches))
+            ]
+
+    assert fddp.loopback(2, run) == [[3.0, 3.0]] * 2
+
+
+def test_batches_of_another_sync_are_refused() -> None:
+    def run(group: Any) -> None:
+        with (
+            fddp.GradSync(WEIGHT, group=group, virtual_ranks=4) as sync,
+            fddp.GradSync(WEIGHT, group=group, virtual_ranks=6) as other,
+        ):
+            step = sync.value_and_grad(lambda p, x: p["w"] * x)
+            carried = ("0 to 2", "0 to 1") if group.rank == 0 else ("3 to 5", "2 to 3")
+            text = "the inputs are of virtual ranks {}, and this rank carries {}; make them with"
+            with pytest.raises(ValueError, match=text.format(*carried)):
+                step(WEIGHT, other.virtual_batches(float))
+
+    fddp.loopback(2, run)
 
 
 # Dropout and normalisation

@@ -24,6 +24,7 @@ from fddp.cli.main import main
 from fddp.telemetry.flight.log import Flight, FlightOp
 from fddp.telemetry.flight.recorder import SIZE
 from tests.support.endings import ending
+from tests.support.hook_models import late_loss
 from tests.support.polling import HANG_S, soon
 from tests.support.ranks import RankPool
 
@@ -125,6 +126,19 @@ def test_every_kind_of_operation_is_noted(
 ) -> None:
     for kinds in fddp.loopback(ranks_of_group, kinds_of, options, how):
         assert sorted(kinds) == sorted(wanted)
+
+
+def test_repairs_are_noted_as_such() -> None:
+    def run(group: Any) -> list[str]:
+        params = {f"w{i}": torch.eye(4) for i in range(4)}
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            step = sync.value_and_grad(late_loss)
+            step(params, torch.ones(3, 4), False)
+            step(params, torch.ones(3, 4), group.rank == 1)
+            return [op.kind for op in fddp.flight(sync).logs[0].ops if op.step == 1]
+
+    usual = ["all_reduce"] * 4
+    assert fddp.loopback(2, run) == [[*usual, "all_reduce (late)"]] * 2
 
 
 def test_operators_are_noted_where_they_were_called() -> None:
@@ -334,7 +348,11 @@ def test_a_full_disk_does_not_hide_the_error(
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)])
 def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
     answered: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: answered.append(number))
+
+    def answer(number: int, _: Any) -> None:
+        answered.append(number)
+
+    before = signal.signal(signal.SIGUSR1, answer)
     try:
         all_dumps = [
             fddp.dump_flights(tmp_path / "deep" / str(n), on_signal=signal.SIGUSR1)
@@ -360,7 +378,7 @@ def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> No
                     if not file.name.endswith(".pid"):
                         file.unlink()
                 assert len(list((tmp_path / "deep" / str(n)).iterdir())) == (n in left)
-        assert signal.getsignal(signal.SIGUSR1) == before or not callable(before)
+        assert signal.getsignal(signal.SIGUSR1) == answer
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +67,14 @@ NOT_WAITED_FOR = op_of(6, state="failed", waited_s=None)
             (),
             "all ranks agree up to operation 19",
         ),
+        (
+            [WAITS, (op_of(3, state="waited for"),), WAITS],
+            6,
+            (1,),
+            f"rank 1 has not reached operation 6, {IN_5}, and ranks 0, 2 wait",
+        ),
     ],
-    ids=["together", "other", "behind", "no flight", "not waited", "failed", "ring"],
+    ids=["together", "other", "behind", "no flight", "not waited", "failed", "ring", "far behind"],
 )
 def test_ranks_are_lined_up(
     ops_by_rank: list[tuple[FlightOp, ...]], number: int, ranks: tuple[int, ...], text: str
@@ -210,10 +218,36 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
         assert set(divergence.ranks) <= {0, 1, 2}
 
 
+def test_control_characters_are_escaped() -> None:
+    one = flight_of(log_of(0, op_of(1, leaves="layer\x1b[2J.w"), name="GradSync\n#1"))
+    assert "layer\\x1b[2J.w" in str(one)
+    (found,) = find_divergences([one])
+    assert found.text.startswith("GradSync\\n#1, ranks 0 to 2: ")
+    assert "(layer\\x1b[2J.w)" in found.text
+
+
 @pytest.mark.parametrize("text", ["", "[", "3", "[]", "{}", "[" * 100_000, "9" * 10_000])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a flight: "):
         Flight.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("rank", "3", "rank 3 is not one of 3 members"),
+        ("rank", "-1", "rank -1 is not one of 3 members"),
+        ("taken_s", "1e999", "inf is not a finite number"),
+        ("made_s", "NaN", "nan is not a finite number"),
+        ("pid", str(2**63), f"{2**63} is not a finite number below 2**63"),
+    ],
+)
+def test_values_out_of_range_are_refused(field: str, value: str, problem: str) -> None:
+    text = flight_of(log_of(0, op_of(1))).to_json()
+    (changed, count) = re.subn(f'"{field}": [^,]*', f'"{field}": {value}', text)
+    assert count == 1
+    with pytest.raises(ValueError, match=re.escape(f"not a flight: {problem}")):
+        Flight.from_json(changed)
 
 
 def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +261,20 @@ def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit, match="2"):
             main(["flight", str(place)])
         assert text in capsys.readouterr().err
+    os.truncate(tmp_path / "flight-x.json", 2**26 + 1)
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path)])
+    assert "is no flight: it has more than 67108864 bytes" in capsys.readouterr().err
+
+
+def test_processes_of_several_hosts_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, host in enumerate(["host", "other", "other"]):
+        one = replace(flight_of(log_of(rank, op_of(1)), pid=7), host=host)
+        (tmp_path / f"flight-{rank}.json").write_text(one.to_json())
+    assert main(["flight", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("3 flights of 2 processes\n")
 
 
 def test_operations_fit_a_terminal_of_80_columns(

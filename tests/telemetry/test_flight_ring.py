@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fddp
-from fddp.native.flight_ring import FlightEntry, FlightRecord, new_flight_ring
-from fddp.telemetry.flight.recorder import SIZE, Recorder
+from fddp.native import extension
+from fddp.telemetry.flight.recorder import SIZE, FlightRecord, Recorder
+
+if TYPE_CHECKING:
+    from fddp._C import FlightEntry
 
 _CALLS = ["launch", "wait", "done", "fail"]
 
@@ -27,18 +30,12 @@ class Operation:
     state: str = "launched"
 
 
-def state_of(record: FlightRecord) -> str:
-    if not record.done_s:
-        return "launched"
-    return "failed" if math.isinf(record.done_s) else "done"
-
-
 @given(
     size=st.integers(1, 4),
     calls=st.lists(st.tuples(st.sampled_from(_CALLS), st.integers(0, 9)), max_size=30),
 )
 def test_a_ring_keeps_the_newest_operations(size: int, calls: list[tuple[str, int]]) -> None:
-    ring = new_flight_ring(size)
+    ring = extension.compiled.FlightRing(size)
     entries: list[FlightEntry] = []
     known: list[Operation] = []
     for call, argument in calls:
@@ -64,11 +61,12 @@ def test_a_ring_keeps_the_newest_operations(size: int, calls: list[tuple[str, in
         assert (record.source, record.step, record.position) == (7, operation.step, 3)
         assert record.launched_s == entries[number].launched_s
         assert (record.waited_s > 0.0) == operation.has_waited
-        assert state_of(record) == operation.state
+        ended = "failed" if math.isinf(record.done_s) else "done"
+        assert operation.state == (ended if record.done_s else "launched")
 
 
 def test_the_first_wait_counts() -> None:
-    ring = new_flight_ring(2)
+    ring = extension.compiled.FlightRing(2)
     entry = ring.launch(0, 0, 0)
     entry.note_wait()
     (before,) = ring.records()
@@ -81,7 +79,7 @@ def test_the_first_wait_counts() -> None:
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_ring_has_room(size: int) -> None:
     with pytest.raises(ValueError, match=f"size must be at least 1, got {size}"):
-        new_flight_ring(size)
+        extension.compiled.FlightRing(size)
 
 
 def test_descriptions_are_freed_after_their_operations() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ def test_the_repr_is_short_and_shows_exceptions_only() -> None:
         "34.35, transport: loopback, time: "
     )
     assert "<td>unused</td><td>5 leaves (&#x27;layers.0.weight&#x27;" in info._repr_html_()
-    shown = repr(info_of(1))
+    usual = info_of(1)
+    shown = repr(usual)
     assert "used: 1 leaf," in shown
     assert not [name for name in ("unused", "repaired", "skipped", "finite") if name in shown]
+    shown = repr(replace(usual, all_finite=False, repaired=(0, 2), skipped=True))
+    assert shown.endswith(" ms, all finite: no, repaired: 2 buckets, skipped: yes)")

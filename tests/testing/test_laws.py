@@ -25,6 +25,8 @@ from fddp.testing import (
     assert_mean,
     assert_same_collectives,
     assert_schedule_ok,
+    check_adjoint,
+    check_gradients,
     gradients,
     loopback,
     param_trees,
@@ -230,6 +232,21 @@ def test_a_repair_before_the_control_word_makes_ranks_diverge() -> None:
     )
 
 
+def test_as_many_other_collectives_are_not_the_same() -> None:
+    plan = fddp.plan_buckets({name: torch.zeros(3) for name in "abc"}, **SMALL)
+    schedule = fddp.make_schedule(plan, fddp.Topology(world=2))
+    bad = repaired_before_it_is_known(with_separate_word(schedule))
+    with pytest.raises(AssertionError, match=r"issues op .*leaf 'c'.* rank 1 issues op .*leaf 'b'"):
+        assert_same_collectives(bad, [[2, 1, 2, 0], [2, 1, 1, 0]])
+
+
+def test_what_is_late_on_one_rank_is_repaired_by_all() -> None:
+    for schedule in (one_schedule(), with_separate_word(one_schedule())):
+        kinds = [(op.when, op.bucket) for op in assert_same_collectives(schedule, [[1, 0, 1], []])]
+        assert kinds.count(("late", 0)) == 1
+        assert ("late", 1) not in kinds
+
+
 def test_expected_order_decides_late_repairs() -> None:
     twice = [[1, 0, 1], [1, 0, 1]]
     repair = ("late", 0)
@@ -356,19 +373,45 @@ def test_an_unexpected_gradient_is_reported() -> None:
         assert "leaf 'a' is a tensor, but no rank of positive weight has a gradient" in end.text
 
 
-@pytest.mark.parametrize("how", ["values", "version"])
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "values": lambda grad: grad.mul_(2.0),
+    "version": lambda grad: grad.mul_(1.0),
+    "values alone": lambda grad: grad.numpy().fill(7.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
 def test_a_written_gradient_is_reported(how: str) -> None:
     def call(sync: fddp.GradSync, rank: int) -> None:
         def through(grads: Any) -> Any:
             result = sync(grads)
             if rank == 0:
-                grads["b"].mul_(2.0 if how == "values" else 1.0)
+                WRITES[how](grads["b"])
             return result
 
         assert_mean(sync, own_trees(2), through=through)
 
     for end in on_every_rank(2, call):
         assert end.text == "rank 0: leaf 'b' of the input gradients was written"
+
+
+def test_leaves_that_only_ranks_of_no_weight_have_are_none() -> None:
+    def run(group: Any) -> None:
+        first, second = own_trees(2)
+        with fddp.GradSync(first, group=group) as sync:
+            mean = assert_mean(sync, [{**first, "a": None}, second], [1.0, 0.0])
+            assert mean["a"] is None
+
+    loopback(2, run)
+
+
+def test_local_leaves_are_those_of_the_rank() -> None:
+    def run(group: Any) -> None:
+        trees = own_trees(2)
+        with fddp.GradSync(trees[0], group=group, select=lambda path: path != "a") as sync:
+            assert torch.equal(assert_mean(sync, trees)["a"], trees[group.rank]["a"])
+
+    loopback(2, run)
 
 
 def test_wrong_weights_are_reported() -> None:
@@ -444,6 +487,104 @@ def test_sparse_gradients_and_nan() -> None:
                 assert_mean(sync, trees, [1.0, 0.0])
 
     loopback(2, run)
+
+
+# Derivatives
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose derivatives are multiplied by a factor in each mode."""
+
+    @staticmethod
+    def forward(x: Tensor, reverse: float, forward: float) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.reverse, ctx.forward = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.reverse * cotangent, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return ctx.forward * tangent
+
+
+def scaled(reverse: float, forward: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: Scaled.apply(x, reverse, forward)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class MeanOfCotangents(torch.autograd.Function):
+    """The identity, whose reverse mode is that of a mean over ranks."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return fddp.pmean(cotangent, ctx.group), None
+
+
+X = torch.tensor([0.5, -2.0], dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func.jvp
+@pytest.mark.parametrize(
+    ("reverse", "forward"), [(2.0, 1.0), (1.0, -1.0), (torch.nan, 1.0), (1.0, torch.nan)]
+)
+def test_wrong_adjoints_are_reported(reverse: float, forward: float) -> None:
+    """On one rank, as threads share torch's forward mode."""
+    with pytest.raises(AssertionError, match="summed over 1 ranks, <c, J t> is "):
+        loopback(1, lambda group: check_adjoint(scaled(reverse, forward), X, group))
+
+
+WRONG_DERIVATIVES: dict[str, tuple[Callable[[Any], Callable[[Tensor], Tensor]], str]] = {
+    "twice": (lambda group: scaled(2.0, 1.0), "element 0 of rank 0's inputs is 2.0, and by diff"),
+    "NaN": (lambda group: scaled(torch.nan, 1.0), "inputs is nan, and by differences "),
+    "of one element": (
+        lambda group: lambda x: torch.cat([x[:1], scaled(3.0, 1.0)(x[1:])]),
+        "the derivative of element 1 of rank 0's outputs by element 1 of rank 0's inputs is 3.0",
+    ),
+    "of another rank": (
+        lambda group: lambda x: MeanOfCotangents.apply(x, group),  # type: ignore[no-untyped-call]
+        "is 0.5, and by differences ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_DERIVATIVES)
+def test_wrong_derivatives_are_reported(name: str) -> None:
+    fn_of, text = WRONG_DERIVATIVES[name]
+    with pytest.raises(AssertionError, match=f"reverse mode: .*{text}"):
+        loopback(2, lambda group: check_gradients(fn_of(group), X, group))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func.jvp
+def test_wrong_derivatives_of_forward_mode_are_reported() -> None:
+    def run(group: Any) -> None:
+        check_gradients(scaled(1.0, 2.0), X, group)
+        check_gradients(scaled(1.0, 2.0), X, group, forward=True)
+
+    with pytest.raises(AssertionError, match=r"forward mode: .* is 2\.0, and by differences "):
+        loopback(1, run)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func.jvp
+def test_derivatives_of_complex_numbers_are_those_of_pairs() -> None:
+    z = torch.tensor([1 + 2j, -0.5j], dtype=torch.complex128)
+
+    def run(group: Any) -> None:
+        check_gradients(lambda z: {"a": z * z, "b": [z.abs()]}, z, group, forward=True)
+        check_adjoint(lambda z: fddp.pmean(z.conj() * z.exp(), group), z, group)
+
+    loopback(1, run)
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

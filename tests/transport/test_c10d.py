@@ -97,28 +97,23 @@ def test_a_missing_group_error_names_the_remedies() -> None:
         open_c10d()
 
 
-def make_gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
-    return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-
-
 def other_backend_on_rank(rank: int, world_size: int) -> None:
+    def make_gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
     dist.Backend.register_backend("elsewhere", make_gloo, devices=["cpu"])
     group = dist.new_group(backend="cpu:elsewhere")
     with open_c10d(group, timeout_s=20) as transport:
-        sum_and_exchange(transport)
+        sum_ = torch.ones(3)
+        transport.all_reduce(sum_).wait("the sum")
+        assert sum_.tolist() == [world_size] * 3
+        assert transport.exchange(b"x") == [b"x"] * world_size
         transport.open_subgroups(SQUARE, AXES)
         buffer = torch.arange(4.0) + rank
         transport.reduce_scatter(buffer, axes=("local",), average=True).wait("the shards")
         transport.all_gather_in_place(buffer, axes=("local",)).wait("the whole")
         assert buffer.tolist() == [rank // 2 * 2 + i + 0.5 for i in range(4)]
     dist.barrier()
-
-
-def sum_and_exchange(transport: Transport) -> None:
-    total = torch.ones(3)
-    transport.all_reduce(total).wait("the sum")
-    assert total.tolist() == [transport.world_size] * 3
-    assert transport.exchange(b"x") == [b"x"] * transport.world_size
 
 
 def test_backends_that_fddp_does_not_know_go_through_new_group() -> None:

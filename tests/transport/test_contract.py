@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fddp.transport import Group, Transport
-    from fddp.transport.work import Work
+    from fddp.transport.base import Work
     from tests.support.ranks import Launch
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -41,10 +41,6 @@ def opened(group: Group, timeout_s: float, axes: tuple[str, ...]) -> Transport:
     if axes:
         transport.open_subgroups(SQUARE, [axes])
     return transport
-
-
-def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, value if dtype.is_complex else value.real).to(dtype)
 
 
 def same_bits_on_rank(group: Group) -> Tensor:
@@ -86,7 +82,8 @@ def moves_on_rank(group: Group, dtype: torch.dtype) -> None:
         everyone = range(transport.world_size)
         for shape in SHAPES:
             mine, *others = (
-                filled(shape, complex(r, 2), dtype) for r in (transport.rank, *everyone)
+                torch.full(shape, complex(r, 2) if dtype.is_complex else r).to(dtype)
+                for r in (transport.rank, *everyone)
             )
             tensor = mine.clone()
             work = transport.all_gather(tensor)

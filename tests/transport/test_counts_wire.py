@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from fddp import periodic
 from fddp.hooks import bf16_compress, error_feedback, int4, int8
 from fddp.sync.engine import Engine
 from fddp.transport.c10d.communicator import Communicator
+from fddp.transport.liveness.bounded_store import StoreClientThread
 from fddp.transport.operation import Operation
+from fddp.transport.torch_private import store_of
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
 from tests.support.wire import Traffic, connections, traffic_since
@@ -48,7 +51,8 @@ class Counts(NamedTuple):
     asked: list[tuple[str, int]]  # kind and bytes of operations that the transport was asked for
     handed: list[tuple[str, int]]  # of those that torch's backend was handed
     recorded: list[tuple[str, int]]  # of those in the flight recorder
-    traffic: Traffic
+    traffic: Traffic  # but for the store's
+    store_requests: int
     allocations: int  # of bucket memory
 
 
@@ -80,6 +84,14 @@ def _handed() -> Iterator[list[tuple[str, int]]]:
         Communicator.issue = issue  # type: ignore[method-assign]
 
 
+def _store_port() -> int:
+    assert dist.group.WORLD is not None
+    store: Any = store_of(dist.group.WORLD)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return int(store.port)
+
+
 def _count(engine: Engine, step: Callable[[], object]) -> Counts:
     transport, pool = engine.transport, engine._pool
     for _ in range(WARM_UP):
@@ -104,17 +116,23 @@ def _count(engine: Engine, step: Callable[[], object]) -> Counts:
     for kind in COLLECTIVES:
         setattr(transport, kind, noting(kind))
     pool._allocate = note_memory
-    with _handed() as handed:
-        before = connections()
+    port = _store_port()
+    call = mock.patch.object(
+        StoreClientThread, "call", autospec=True, side_effect=StoreClientThread.call
+    )
+    with _handed() as handed, call as requests:
+        before = connections(except_port=port)
         for _ in range(STEPS):
             step()
-        carried = traffic_since(before)
+        carried = traffic_since(before, except_port=port)
     dist.barrier()  # a rank that closes its groups closes connections of the others
     plan = engine.program.plan
     sizes = [bucket.numel * getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets]
     ops = [op for op in fddp.flight(engine).logs[0].ops if op.step >= engine.step - STEPS]
     recorded = [(op.kind, op.nbytes) for op in ops]
-    return Counts(transport.name, sizes, asked, handed, recorded, carried, len(made))
+    return Counts(
+        transport.name, sizes, asked, handed, recorded, carried, requests.call_count, len(made)
+    )
 
 
 def _functional(
@@ -158,7 +176,7 @@ def _of(ranks: RankPool, world_size: int, fn: Callable[..., Counts], *args: Any)
         assert each.asked == counts[0].asked  # what one rank issues, all do
         if each.transport == "shm":
             # Not `received`: a rank that is done sends at its barrier while others still count.
-            assert each.traffic.sent == 0
+            assert each.traffic.sent == each.store_requests == 0
     return counts[0]  # type: ignore[no-any-return]
 
 
@@ -296,10 +314,10 @@ def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, 
         for _ in range(3 * period):
             params, state = sync.step(params, state)
         dist.barrier()
-        before = connections()
+        before = connections(except_port=_store_port())
         for _ in range(10 * period):
             params, state = sync.step(params, state)
-        sent = traffic_since(before).sent
+        sent = traffic_since(before, except_port=_store_port()).sent
         dist.barrier()  # before any rank closes its group
         return sent, sum(fragment.nbytes for fragment in schedule.fragments)
 

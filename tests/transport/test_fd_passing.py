@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from fddp.native import extension
 from fddp.transport import open_transport
-from fddp.transport.shm.bindings import view_arena
 from fddp.transport.shm.fd_passing import (
     MOST_DESCRIPTORS,
     FdConnection,
@@ -156,7 +156,7 @@ def guarded_on_rank(rank: int, world_size: int) -> None:
             with pytest.raises(PermissionError):
                 os.listdir(f"/proc/{owner}/map_files")
             with pytest.raises((ValueError, OSError), match=r"user|uid|own"):
-                view_arena(file, span)
+                extension.compiled.ShmView(file, span)
 
         as_nobody(pry)
         os.close(file)

@@ -86,7 +86,9 @@ def fork(rank: int, world_size: int, transport: str) -> dict[str, int | None]:
     codes = {}
     for do, leave in itertools.product(WORKERS, LEAVE):
         process = _FORKS.Process(target=worker, args=(do, leave, held))
-        with may_have_children():
+        # Ranks of tests are daemons, which may not have children.
+        settings: Any = multiprocessing.current_process()
+        with mock.patch.dict(settings._config, daemon=False):
             process.start()
         codes[f"{do}, {leave}"] = ended(process)
         # And its parent continues.
@@ -96,11 +98,6 @@ def fork(rank: int, world_size: int, transport: str) -> dict[str, int | None]:
         assert fddp.pmean(torch.tensor(float(rank))).item() == 0.5
     held["sync"].close()
     return codes
-
-
-def may_have_children() -> Any:
-    """Ranks of tests are daemons, which may not."""
-    return mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")

@@ -117,20 +117,6 @@ def test_a_control_block_is_checked_before_it_is_used() -> None:
         _C.ShmBackend(arenas[0], views, 0, 2**63, 1.0)
 
 
-def _system(root: Path, available_kib: int, groups: str, files: dict[str, str]) -> int:
-    """Memory available on a system with these files."""
-    texts = {
-        "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {available_kib} kB\n",
-        "proc/self/cgroup": groups,
-        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
-    }
-    for name, text in texts.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return int(_C.shm_available_bytes(str(root)))
-
-
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
@@ -160,4 +146,13 @@ def _system(root: Path, available_kib: int, groups: str, files: dict[str, str]) 
 def test_limits_of_control_groups_count(
     tmp_path: Path, groups: str, files: dict[str, str], expected: int
 ) -> None:
-    assert _system(tmp_path, 1000, groups, files) == expected
+    texts = {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   1000 kB\n",
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert _C.shm_available_bytes(str(tmp_path)) == expected

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.errors import PlanMismatchError
+from fddp.native import extension
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
@@ -243,7 +244,9 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         c10d = C10dTransport(dist.group.WORLD, 20)
         before = open_file_count()
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(free), limits[1]))
+            used = open_files()
+            unused = [file for file in range(max(used) + free + 2) if file not in used]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (unused[free], limits[1]))
         try:
             transport = choose(c10d, "auto")
         finally:
@@ -258,13 +261,6 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
         transport.close()
     return names
-
-
-def lowest_free(number: int) -> int:
-    """A limit under which so many files can be opened."""
-    used = open_files()
-    free = [file for file in range(max(used) + number + 2) if file not in used]
-    return free[number]
 
 
 def test_a_rank_may_run_out_of_files_at_any_moment(ranks: RankPool) -> None:
@@ -284,8 +280,8 @@ def unproved_on_rank(rank: int, world_size: int) -> str:
         def write(self, offset: int, data: bytes) -> None:
             pass
 
-    view = (lambda fd, span: Elsewhere()) if rank == 1 else host_discovery.view_arena
-    with mock.patch.object(host_discovery, "view_arena", view), open_transport() as transport:
+    view = (lambda fd, span: Elsewhere()) if rank == 1 else extension.compiled.ShmView
+    with mock.patch.object(extension.compiled, "ShmView", view), open_transport() as transport:
         assert transport.name == "c10d"
         return transport.reason
 

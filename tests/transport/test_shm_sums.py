@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,7 +69,7 @@ def expected_sum(tensors: Sequence[Tensor], order: tuple[int, ...], average: boo
     parts = [_as_real(tensor).to(DTYPES.get(_as_real(tensor).dtype)) for tensor in tensors]
     for size in reversed(order or (len(parts),)):
         rows = [parts[i : i + size] for i in range(0, len(parts), size)]
-        parts = [_add_up(row) for row in rows]
+        parts = [reduce(torch.add, row) for row in rows]
     (total,) = parts
     total = total / len(tensors) if average else total
     return total.to(_as_real(tensors[0]).dtype).view(dtype)
@@ -76,13 +77,6 @@ def expected_sum(tensors: Sequence[Tensor], order: tuple[int, ...], average: boo
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
-
-
-def _add_up(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

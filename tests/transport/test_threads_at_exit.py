@@ -192,10 +192,6 @@ def test_a_thread_that_can_not_be_started_is_started_next_time(
 # While a transport is opened
 
 
-def interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def interrupt_an_opening(world: Any) -> tuple[Ending, float, list[float]]:
     """Rank 1 is interrupted where it waits, as rank 0 does, for rank 2 to open as well."""
     rank, begin_s = dist.get_rank(), time.perf_counter()
@@ -204,7 +200,7 @@ def interrupt_an_opening(world: Any) -> tuple[Ending, float, list[float]]:
         seen = ending(lambda: None)
     else:
         if rank == 1:
-            signal.signal(signal.SIGALRM, interrupt)
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.6)
         seen = ending(lambda: fddp.GradSync(W, timeout_s=30.0))
     took_s = time.perf_counter() - begin_s

@@ -15,7 +15,7 @@ import torch
 
 import fddp
 from fddp.averaging import average
-from fddp.native.pack import storage_use_count
+from fddp.native import extension
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign, to_array, to_tensor
 from tests.support.groups import rank_of
@@ -56,7 +56,9 @@ def test_the_mean_of_jax_arrays() -> None:
 def test_on_processes(launch: Launch) -> None:
     """Means, arrays from the memory of buckets, operators, and libraries that meet."""
     check_means(launch(WORLD_SIZE, mean_on_rank))
-    check_places(launch(WORLD_SIZE, places_on_rank))
+    for places in launch(WORLD_SIZE, places_on_rank):
+        # Buckets hold leaves of whole multiples of 64 bytes first, and then "scale", of 4 bytes.
+        assert [name for name, shared in places.items() if not shared] == ["bias"]
     check_operators(launch(WORLD_SIZE, operators_on_rank))
     check_mixed(launch(WORLD_SIZE, mixed_on_rank))
 
@@ -121,13 +123,6 @@ def test_virtual_ranks_have_the_bits_of_tensors() -> None:
                 assert array.tobytes() == due[name].tobytes(), name
 
 
-def check_places(results: Any) -> None:
-    """Results are not copied."""
-    for places in results:
-        # Buckets hold leaves of whole multiples of 64 bytes first, and then "scale", of 4 bytes.
-        assert [name for name, shared in places.items() if not shared] == ["bias"]
-
-
 def places_on_rank(group: Any) -> dict[str, bool]:
     leaves = {"a": jnp.ones((4, 16)), "bias": jnp.ones(10), "scale": jnp.array(1.0)}
     leaves |= {"b": jnp.ones(16), "c": jnp.ones((3, 32))}
@@ -187,9 +182,9 @@ def test_jax_holds_the_bucket() -> None:
     (result,) = fddp.native.pack.slices(bucket, layout)
     array = to_array(result)
     del result
-    assert storage_use_count(bucket) == 2
+    assert extension.compiled.storage_use_count(bucket) == 2
     del array
-    assert storage_use_count(bucket) == 1
+    assert extension.compiled.storage_use_count(bucket) == 1
 
 
 def test_single_arrays_and_tensors() -> None:
@@ -494,7 +489,9 @@ def devices_on_rank(rank: int, world_size: int) -> tuple[str, str, str]:
             sync(tree)
         second = sync(jax.device_put(tree, jax.devices()[1]))["w"]
         assert second.tolist() == tree["w"].tolist()
-        return str(spread.value), str(elsewhere.value), str(second.device)
+    on_both = [jax.device_put(jnp.ones(2), device) for device in jax.devices()]
+    assert [mean.device for mean in fddp.pmean(on_both)] == jax.devices()
+    return str(spread.value), str(elsewhere.value), str(second.device)
 
 
 def test_trees_of_tensors_have_no_foreign_leaves() -> None:

@@ -126,6 +126,20 @@ def test_figures_of_a_step_name_the_step() -> None:
     assert figures["active_ranks"] == figures["total_weight"] == 2.0
 
 
+def test_skipped_steps_are_counted() -> None:
+    registry = client.CollectorRegistry()
+
+    def run(group: Any) -> None:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group, nonfinite="skip") as sync:
+            monitor = fddp.watch.Monitor(sync, exporters=[Prometheus(3, registry=registry)])
+            for value in (1.0, float("nan"), 2.0):
+                monitor.observe(sync({"w": torch.full((2,), value)}, with_info=True)[1])
+
+    fddp.loopback(1, run)
+    assert registry.get_sample_value("fddp_steps_total", {"rank": "3"}) == 3.0
+    assert registry.get_sample_value("fddp_skipped_steps_total", {"rank": "3"}) == 1.0
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"need prometheus_client: pip install fddp\[watch\]"):

@@ -256,16 +256,29 @@ def test_waiting_between_steps_is_not_slow() -> None:
 def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
     """A critic and a generator, whose steps have numbers of their own."""
 
-    def train_monitored(group: Any) -> tuple[int, int]:
+    def train_monitored(group: Any) -> tuple[int, int, list[bool]]:
         params = {"w": torch.ones(3)}
         with fddp.GradSync(params, group=group) as often, fddp.GradSync(params, group=group) as now:
             monitor = fddp.watch.Monitor(group, window=4)
             for sync in [often] * 9 + [now] * 2:
                 monitor.observe(sync(params, with_info=True)[1])
             (own, _) = monitor.report().ranks
-            return own.first, own.last
+            has_input = ["input" in record.phases_s for record in monitor.steps]
+            return own.first, own.last, has_input
 
-    assert fddp.loopback(2, train_monitored) == [(7, 1)] * 2
+    assert fddp.loopback(2, train_monitored) == [(7, 1, [True, True, False, True])] * 2
+
+
+def test_an_info_counts_once() -> None:
+    def run(group: Any) -> int:
+        with fddp.GradSync(mlp(), group=group) as sync:
+            _, info = sync(mlp(), with_info=True)
+            monitor = fddp.watch.Monitor(group)
+            monitor.observe(info)
+            monitor.observe(info)
+            return len(monitor.steps)
+
+    assert fddp.loopback(1, run) == [1]
 
 
 def test_rank_in_another_call_is_reported() -> None:

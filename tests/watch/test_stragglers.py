@@ -115,6 +115,10 @@ HICCUP_S = [2.0, *[0.01] * 19]
 #: seconds of forward passes by rank, and how far behind which ranks are
 EXAMPLES: dict[str, tuple[list[list[float]], dict[int, float]]] = {
     "half of the ranks": ([[0.06] * 9] * 2 + [[0.01] * 9] * 2, {0: 0.05, 1: 0.05}),
+    "three of five ranks": (
+        [[0.06] * 9] * 3 + [[0.01] * 9] * 2,
+        {0: 0.05, 1: 0.05, 2: 0.05},
+    ),
     "a delay within noise": ([[0.1 + 0.01 * r + of for of in NOISE_S] for r in range(2)], {}),
     "one slow step": ([[0.01] * 20, HICCUP_S], {}),
     "behind one with a slow step": ([HICCUP_S, [0.06] * 20], {1: 0.05}),
@@ -123,6 +127,7 @@ EXAMPLES: dict[str, tuple[list[list[float]], dict[int, float]]] = {
     "one rank": ([[0.01] * 9], {}),
     "a tenth of a millisecond": ([[0.002] * 20, [0.0021] * 20], {}),
     "more than half a millisecond": ([[0.002] * 20, [0.0026] * 20], {1: 6e-4}),
+    "a hundredth of the step": ([[1.0] * 20, [1.01] * 20], {}),
 }
 
 
@@ -133,6 +138,19 @@ def test_examples_of_stragglers(name: str) -> None:
         [summary_of(r, [{"forward": s} for s in own]) for r, own in enumerate(ranks)]
     )
     assert {one.rank: one.behind_s for one in found} == pytest.approx(behind_s)
+
+
+def test_stragglers_are_listed_slowest_first() -> None:
+    forward_s = [0.01, 0.06, 0.01, 0.11, 0.01]
+    report = MonitorReport.of(summary_of(r, [{"forward": s}] * 9) for r, s in enumerate(forward_s))
+    assert [one.rank for one in report.stragglers] == [3, 1]
+    assert report.straggler == report.stragglers[0]
+
+
+def test_sums_run_for_others_make_no_straggler() -> None:
+    """The last rank to arrive may run them, whereupon its sync takes longer; the rest is noise."""
+    steps = [[{"forward": 0.1 + of, "sync": s} for of in NOISE_S] for s in (0.001, 0.02)]
+    assert find_stragglers([summary_of(r, own) for r, own in enumerate(steps)]) == ()
 
 
 def test_different_steps_are_not_compared() -> None:
@@ -170,6 +188,29 @@ def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: A
     for one in found:
         assert one.behind_s > 0.0
         assert one.phase_behind_s > 0.0
+
+
+def test_a_step_whose_start_is_unknown_does_not_count() -> None:
+    """Unless there is no other."""
+    first, second = record_of(4, {"forward": 9.0}), record_of(5, {"input": 1.0, "forward": 2.0})
+    summary = RankSummary.of(0, [first, second])
+    assert (summary.first, summary.last) == (4, 5)
+    assert summary.own == summary.step == RobustStats.of([3.0])
+    assert RankSummary.of(0, [first]).own == RobustStats.of([9.0])
+
+
+def test_a_step_without_a_phase_counts_as_zero() -> None:
+    records = [record_of(n, {"input": 1.0, "late": 6.0} if n else {"input": 1.0}) for n in (0, 1)]
+    assert RankSummary.of(0, records).phases["late"] == RobustStats.of([0.0, 6.0])
+
+
+def test_phases_of_a_report_are_in_the_order_of_a_step() -> None:
+    """Those measured by name are parts of the time before it; the monitor's own comes last."""
+    phases_s = dict.fromkeys(["monitor", "sync", "update", "backward", "input", "forward"], 1.0)
+    report = MonitorReport.of([summary_of(0, [phases_s] * 9), summary_of(1, [{"clip": 1.0}] * 9)])
+    assert report.phases == (
+        *("input", "update", "clip", "forward", "backward", "sync", "wait", "monitor"),
+    )
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=9))

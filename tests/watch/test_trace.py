@@ -29,23 +29,45 @@ def test_a_trace_holds_all_ranks_and_steps() -> None:
     assert all(span["args"]["bytes"] > 0 for span in spans if span["tid"] == 1)
 
 
-def test_clocks_are_set_by_the_ends_of_collectives() -> None:
-    def steps_from_clock(zero_s: float) -> dict[str, Any]:
-        steps = []
-        for n in range(3):
-            at_s = zero_s + n
-            buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
-            times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, at_s + 0.8, begun_s=at_s + 0.1)
-            phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
-            steps.append(StepRecord(n, phases_s, times))
-        return trace_message(steps)
+def message_from_clock(zero_s: float, numbers: range, rest_s: float = 0.1) -> dict[str, Any]:
+    """Steps of a rank whose clock starts at a time; the rest follows the last collective."""
+    steps = []
+    for n in numbers:
+        at_s = zero_s + n
+        buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
+        end_s = at_s + 0.7 + rest_s
+        times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, end_s, begun_s=at_s + 0.1)
+        phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
+        steps.append(StepRecord(n, phases_s, times))
+    return trace_message(steps)
 
-    trace = chrome_trace([steps_from_clock(1e5), steps_from_clock(3.0)])
+
+def starts_us(trace: str) -> dict[Any, list[float]]:
+    """Starts of spans on each rank that has it, by step and name."""
     starts: dict[Any, list[float]] = {}
     for span in check_events(trace):
         starts.setdefault((span["args"]["step"], span["name"]), []).append(span["ts"])
-    for first, second in starts.values():
+    return starts
+
+
+def test_clocks_are_set_by_the_ends_of_collectives() -> None:
+    """Not by those of steps, after which ranks may be busy for different times."""
+    messages = [message_from_clock(1e5, range(3)), message_from_clock(3.0, range(3), 0.15)]
+    for first, second in starts_us(chrome_trace(messages)).values():
         assert first == pytest.approx(second, abs=1.0)
+
+
+def test_clocks_are_set_by_common_steps() -> None:
+    messages = [message_from_clock(10.0, range(3)), message_from_clock(7.0, range(1, 4))]
+    starts = starts_us(chrome_trace(messages))
+    assert len(starts[0, "forward"]) == len(starts[3, "forward"]) == 1
+    for step in (1, 2):
+        first, second = starts[step, "forward"]
+        assert first == pytest.approx(second, abs=1.0)
+    messages[1] = message_from_clock(12.0, range(5, 6))
+    starts = starts_us(chrome_trace(messages))
+    (first,), (other,) = starts[0, "forward"], starts[5, "forward"]
+    assert other - first == pytest.approx(7e6, abs=1.0), "as on their own clocks"
 
 
 def test_a_trace_of_no_rank_is_empty() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.collectives.operator_program import batches
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
@@ -33,6 +34,7 @@ _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 _REPORT: Schema = (str, object, LEAVES)  # error, source, leaves
 
 
+@entrance
 def broadcast(
     tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
 ) -> Any:

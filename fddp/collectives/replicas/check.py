@@ -20,6 +20,7 @@ from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.replicas.digest import bytes_of, digest_of, element_at
 from fddp.collectives.replicas.snapshot import check_dense
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import (
     format_digests,
@@ -53,6 +54,7 @@ _OUTSIDE = (
 )
 
 
+@entrance
 @untraced(_OUTSIDE)
 def check_replicas(
     tree: Any, group: Group | Communicator | None = None, *, every: int = 1, step: int = 0

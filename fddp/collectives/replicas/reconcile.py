@@ -11,6 +11,7 @@ import torch
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_bytes_, broadcast_text
 from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
+from fddp.core.entrance import entrance
 from fddp.core.protocol.messages import Schema, malformed_message_error, optional
 from fddp.core.text import leaf_text
 from fddp.errors import DesyncError, InternalError, PlanMismatchError, error_text
@@ -24,6 +25,7 @@ _MAX_STEP = 2**63
 T = TypeVar("T")
 
 
+@entrance
 def reconcile(
     tree: Any, group: Group | None = None, *, step: int | None, timeout_s: float | None = None
 ) -> tuple[Any, int]:

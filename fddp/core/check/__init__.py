@@ -17,6 +17,7 @@ from fddp.core.check.stages import check_stages
 from fddp.core.check.symbolic import Algebra, branches
 from fddp.core.check.virtual import check_virtual
 from fddp.core.check.well_formed import check_form
+from fddp.core.entrance import entrance
 from fddp.core.schedule.schedule import Schedule
 
 # Number of operations whose order is computed at a time. Each needs one bit per operation of the
@@ -24,6 +25,7 @@ from fddp.core.schedule.schedule import Schedule
 _BATCH = 4096
 
 
+@entrance
 def check_schedule(schedule: Schedule) -> None:
     """Prove that a schedule is correct, or raise an error.
 

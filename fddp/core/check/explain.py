@@ -21,11 +21,6 @@ class Problem(NamedTuple):
 
 def explain(topology: Topology, got: Value, expected: Value) -> Problem:
     """Describe the first difference between the value `got` and the expected value `expected`."""
-    if any(term.source == "unfit" for term, _ in got):
-        return Problem(
-            "holding a sum in an unsuitable weight unit, which can't be corrected afterwards; "
-            "reduce the bucket again, by a pack and collectives with when='again'"
-        )
     for term, factor in sorted(expected, key=lambda item: item[0].source, reverse=True):
         found = [(t, f) for t, f in got if t.source == term.source]
         if found != [(term, factor)]:

@@ -17,11 +17,10 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from fddp.core.schedule.op import When
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
+from fddp.core.schedule.schedule import Schedule
 
-Source = Literal["packed", "unfit", "late", "shard"]
-"""Gradients packed in time, with a suitable or an unsuitable ("unfit") weight unit; late gradients;
-shards to be gathered."""
+Source = Literal["packed", "late", "shard"]
+"""Gradients packed in time; late gradients; shards to be gathered."""
 
 
 class Term(NamedTuple):
@@ -41,7 +40,6 @@ class Branch(NamedTuple):
 
     whens: frozenset[When]  # conditions whose operations run
     late: bool  # True if gradients were late
-    unfit: bool  # True if the weight unit may have been unsuitable for the first packing
     text: str  # description for errors; empty for a step without repairs
 
     @property
@@ -50,24 +48,15 @@ class Branch(NamedTuple):
         return ("packed", "late") if self.late else ("packed",)
 
 
-_ON_TIME = Branch(frozenset({"always"}), False, False, "")
-_LATE = Branch(frozenset({"always", "late", "again"}), True, False, " if gradients are late")
-_UNFIT = Branch(
-    frozenset({"always", "again"}), False, True, " if weights do not fit the agreed unit"
-)
+_ON_TIME = Branch(frozenset({"always"}), False, "")
+_LATE = Branch(frozenset({"always", "late", "again"}), True, " if gradients are late")
 
 
 def branches(schedule: Schedule, bucket: int) -> tuple[Branch, ...]:
-    """Return all distinct branches of a bucket.
-
-    A bucket with a retained dtype is reduced again if gradients were late or if the weight unit was
-    unsuitable. Both run the same operations, so the late branch assumes both. Other dtypes correct
-    the unit by a factor, without a branch.
-    """
+    """Return all distinct branches of a bucket."""
     if schedule.result == "replicated" or schedule.plan.buckets[bucket].sparse:
         return (_ON_TIME,)
-    is_narrow = schedule.wire_dtypes[bucket] in RETAINED_DTYPES
-    return (_ON_TIME, _UNFIT, _LATE._replace(unfit=True)) if is_narrow else (_ON_TIME, _LATE)
+    return (_ON_TIME, _LATE)
 
 
 class Algebra:
@@ -90,7 +79,7 @@ class Algebra:
             return frozenset({(Term("shard"), Fraction(1))})
         sources: tuple[Source, ...] = ("late",)
         if when == "always":
-            sources = ("unfit" if branch.unfit else "packed",)
+            sources = ("packed",)
         elif when == "again":
             sources = branch.sources
         return frozenset((Term(source), self._before) for source in sources)

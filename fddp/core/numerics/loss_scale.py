@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from fddp.core.entrance import entrance
+
 
 class LossScale(NamedTuple):
     """State of loss scaling: a pytree of two numbers, to be saved with the optimizer's state.
@@ -23,6 +25,7 @@ class LossScale(NamedTuple):
     streak: int = 0
 
 
+@entrance
 def next_loss_scale(
     scale: LossScale,
     all_finite: bool,

@@ -14,6 +14,8 @@ import math
 from statistics import median
 from typing import NamedTuple
 
+from fddp.core.entrance import entrance
+
 _NORMAL = 1.4826  # standard deviations of a normal distribution per median absolute deviation
 
 
@@ -44,6 +46,7 @@ class NormHistory(NamedTuple):
     logs: tuple[float, ...] = ()
 
 
+@entrance
 def check_norm(
     history: NormHistory,
     grad_norm: float,

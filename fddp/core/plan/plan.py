@@ -19,6 +19,7 @@ from sys import intern
 from types import MappingProxyType
 from typing import Any
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.bucket import Bucket as Bucket
 from fddp.core.plan.bucket import assign_buckets, packed_offsets
 from fddp.core.plan.leaf import (
@@ -155,6 +156,7 @@ class BucketPlan:
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
+    @entrance
     def from_json(cls, text: str) -> BucketPlan:
         """Restore a plan from `to_json`.
 
@@ -259,6 +261,7 @@ def plan_leaves(
     return BucketPlan(leaves, buckets, caps_bytes, order)
 
 
+@entrance
 def rebucket(
     plan: BucketPlan,
     ready_order: Iterable[int],

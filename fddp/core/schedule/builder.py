@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-from fddp.core.keywords import suggest_keywords
+from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
@@ -40,6 +40,7 @@ class _Chain(NamedTuple):
     unpacked: tuple[str, ...]  # axes that divide the unpacked region
 
 
+@entrance
 @suggest_keywords
 def make_schedule(
     plan: BucketPlan,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.messages import Schema, decode
 from fddp.core.schedule.op import (
@@ -33,9 +34,9 @@ from fddp.core.text import counted, leaf_text
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
 
-# Dtypes of so small a range that a wrong weight unit can't be corrected after the reduction.
+# Dtypes of so small a range that late gradients are not added to a sum that is there already.
 # Gradients of such a bucket are retained until the control word is reduced, and the bucket is
-# reduced again if necessary.
+# reduced again as a whole.
 RETAINED_DTYPES = frozenset({"float16"})
 
 _FORMAT = "fddp.Schedule/2"  # name and version: the first field of every document
@@ -212,6 +213,7 @@ class Schedule:
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
+    @entrance
     def from_json(cls, text: str) -> Schedule:
         """Restore a schedule from `to_json`. `check_schedule` verifies its operations.
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fddp.core.entrance import entrance
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -51,6 +53,7 @@ class Topology:
             raise ValueError(f"{self} has {self.world_size} ranks; the limit is {_LARGEST}")
 
     @classmethod
+    @entrance
     def of(cls, ranks: Topology | int) -> Topology:
         """Return a topology unchanged, or that of a number of ranks, with the one axis "world".
 
@@ -72,6 +75,7 @@ class Topology:
         return cls(world=ranks)
 
     @classmethod
+    @entrance
     def from_group(cls, group: Any) -> Self:
         """Return the topology of a process group (one axis, "world") or of a torch `DeviceMesh`.
 

@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple, NoReturn, get_args
 import numpy as np
 import numpy.typing as npt
 
+from fddp.core.entrance import entrance
 from fddp.core.protocol.messages import decode
 from fddp.core.text import counted, size_text, suggestion, time_text
 
@@ -157,6 +158,7 @@ class CostModel:
         )
 
     @classmethod
+    @entrance
     def fit(cls, samples: Iterable[Sample], *, algorithm: LinkAlgorithm = "ring") -> CostModel:
         """Fit a model to measured times.
 
@@ -192,6 +194,7 @@ class CostModel:
         return json.dumps(asdict(self))
 
     @classmethod
+    @entrance
     def from_json(cls, text: str) -> CostModel:
         """Restore a model from `to_json`.
 

@@ -26,6 +26,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.protocol.launch import may_launch
 from fddp.core.schedule.op import Op, is_collective
@@ -85,6 +86,7 @@ class Jitter:
         return np.where(stragglers, factors * self.straggler_factor, factors)
 
 
+@entrance
 def simulate(
     schedule: Schedule,
     cost: Cost,

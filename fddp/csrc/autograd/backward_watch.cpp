@@ -262,6 +262,8 @@ bool BackwardWatch::is_unlocked() const {
 
 void bind_backward_watch(py::module_& m) {
   using namespace fddp;
+  m.attr("OUTPUT_REACHED") = static_cast<int64_t>(BackwardWatch::kOutputReached);
+  m.attr("PASS_ABORTED") = static_cast<int64_t>(BackwardWatch::kPassAborted);
   m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("is_compiled_backward", &is_compiled);
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")

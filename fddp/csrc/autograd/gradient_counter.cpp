@@ -321,6 +321,7 @@ void bind_gradient_counter(py::module_& m) {
   py::class_<BucketListener, std::shared_ptr<BucketListener>>(m, "BucketListener");
   py::class_<GradientCounter, std::shared_ptr<GradientCounter>>(m, "GradientCounter")
       .def_property_readonly("leaves", &GradientCounter::leaves)
+      .def("arm", &GradientCounter::arm, py::arg("members"), py::arg("expected"), py::arg("eager"), py::arg("on_bucket"))
       .def("disarm", &GradientCounter::disarm)
       .def("on_home_streams", &GradientCounter::on_home_streams, py::arg("body"))
       .def("take", &GradientCounter::take, py::arg("bucket"), py::arg("keep"))

@@ -59,11 +59,11 @@ class GradientCounter {
   // `on_bucket`, a BucketListener or a Python callable, receives bucket b once its last gradient has
   // arrived. Gradients of the leaves in `eager` are packed on arrival, while they are in cache, and released, so that the
   // allocator reuses warm memory.
-  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
-           std::vector<EagerSlot> eager, pybind11::object on_bucket);
+  virtual void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
+                   std::vector<EagerSlot> eager, pybind11::object on_bucket);
 
   // Stop counting and release the listener, which would otherwise close a reference cycle.
-  void disarm();
+  virtual void disarm();
 
   // Call `body` on the home streams, and make the caller's streams wait for them. There are none
   // unless `arm` was called since `disarm`.

@@ -124,7 +124,7 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
   static std::shared_ptr<LeafSet> make(const py::list& params);
 
   void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
-           std::vector<EagerSlot> eager, py::object on_bucket) {
+           std::vector<EagerSlot> eager, py::object on_bucket) override {
     for (auto& leaf : leaves_) leaf.mutable_grad().reset();
     hook_leaves();
     GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
@@ -263,7 +263,5 @@ void bind_leaves(py::module_& m) {
       .def("first_differentiated", &LeafTypes::first_differentiated, py::arg("leaves"), py::arg("graphs"));
   py::class_<LeafSet, GradientCounter, std::shared_ptr<LeafSet>>(m, "LeafSet")
       .def(py::init(&LeafSet::make), py::arg("params"))
-      .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
-           py::arg("on_bucket"))
       .def("inspect", &LeafSet::inspect, py::arg("loss"));
 }

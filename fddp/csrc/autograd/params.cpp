@@ -151,7 +151,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   }
 
   // End the step, and counting with it.
-  void disarm() {
+  void disarm() override {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       in_step_ = false;
@@ -430,14 +430,11 @@ void bind_params(py::module_& m) {
   py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("watch").none(false))
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
-      .def("intact", &ParamSet::intact)
+      .def("intact", &ParamSet::intact, py::arg("params"))
       .def("hook_count", &ParamSet::hook_count)
       .def("leave_out_hooks", &ParamSet::leave_out_hooks, py::arg("on"))
       .def("run_hooks", &ParamSet::run_hooks)
       .def("begin", &ParamSet::begin, py::arg("defer"))
-      .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
-           py::arg("on_bucket"))
-      .def("disarm", &ParamSet::disarm)
       .def("await_gradients", &ParamSet::await_gradients, py::arg("leaves"))
       .def("reset_used", &ParamSet::reset_used)
       .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))

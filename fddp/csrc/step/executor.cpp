@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <unordered_map>
 
 #include "clock.h"
 #include "python_entry.h"
@@ -29,15 +30,15 @@ at::Tensor range_of(const at::Tensor& buffer, int64_t start, int64_t stop) {
 }
 
 template <class Number>
-void write_values(Number* word, const at::Tensor& values, const StepConstants& constants, uint32_t fingerprint) {
+void write_values(Number* word, const at::Tensor& values, const StepProgram& program, uint32_t fingerprint) {
   std::memcpy(word, values.const_data_ptr(), values.nbytes());
-  if (constants.limb_bits == 0) {
+  if (program.limb_bits == 0) {
     word[0] = static_cast<Number>(fingerprint);
     return;
   }
-  const uint64_t mask = (uint64_t{1} << constants.limb_bits) - 1;
-  for (int64_t i = 0; i < constants.limbs; ++i) {
-    word[i] = static_cast<Number>((uint64_t{fingerprint} >> (i * constants.limb_bits)) & mask);
+  const uint64_t mask = (uint64_t{1} << program.limb_bits) - 1;
+  for (int64_t i = 0; i < program.limbs; ++i) {
+    word[i] = static_cast<Number>((uint64_t{fingerprint} >> (i * program.limb_bits)) & mask);
   }
 }
 
@@ -51,50 +52,56 @@ auto with_number_type(const at::Tensor& word, const Body& body) {
 
 }  // namespace
 
-Executor::Executor(std::shared_ptr<const StepConstants> constants, std::shared_ptr<Collectives> collectives,
-                   std::shared_ptr<FlightRing> ring, int64_t source, int64_t number, py::object step,
-                   std::shared_ptr<const Instrs> list)
-    : constants_(std::move(constants)), collectives_(std::move(collectives)), ring_(std::move(ring)),
-      source_(source), number_(number), step_(std::move(step)), list_(std::move(list)) {
-  const size_t count = constants_->buckets.size();
+Executor::Executor(std::shared_ptr<const StepProgram> program, std::shared_ptr<const StepCalls> calls,
+                   std::shared_ptr<Collectives> collectives, std::shared_ptr<FlightRing> ring, int64_t source,
+                   int64_t number, py::object step, const std::vector<int64_t>& idle, bool records_times,
+                   bool measures)
+    : program_(std::move(program)), calls_(std::move(calls)), collectives_(std::move(collectives)),
+      ring_(std::move(ring)), source_(source), number_(number), records_times_(records_times), measures_(measures),
+      step_(std::move(step)) {
+  const size_t count = program_->buckets.size();
   buffers_.resize(count);
   ready_s_.assign(count, std::numeric_limits<double>::infinity());
   launch_s_.assign(count, std::numeric_limits<double>::quiet_NaN());
-  launch_of_.assign(constants_->positions, -1);
+  launch_of_.assign(program_->instrs.size(), -1);
+  if (!idle.empty()) {
+    idle_.resize(count);
+    for (const int64_t bucket : idle) idle_.at(bucket) = true;
+  }
 }
 
 Executor::~Executor() {
   const py::gil_scoped_acquire gil;
   step_ = py::object();
+  calls_.reset();
   sources_.clear();
   leaves_ = py::object();
-  list_.reset();
   error_ = nullptr;
   launches_.clear();
 }
 
 // Sources
 
-bool Executor::pack_leaves(const py::list& leaves, double factor) {
-  TORCH_CHECK_VALUE(static_cast<int64_t>(leaves.size()) == constants_->leaves, "expected ", constants_->leaves,
+void Executor::pack_leaves(const py::list& leaves, double factor) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(leaves.size()) == program_->leaves, "expected ", program_->leaves,
                     " leaves, got ", leaves.size());
   static const at::Tensor missing;
-  bool is_whole = true;
+  bool has_all = true;
   std::vector<BorrowedTensors> sources;
-  sources.reserve(constants_->buckets.size());
-  for (const StepBucket& bucket : constants_->buckets) {
+  sources.reserve(program_->buckets.size());
+  for (const StepBucket& bucket : program_->buckets) {
     BorrowedTensors& own = sources.emplace_back(bucket.leaves.size());
     for (const int64_t leaf : bucket.leaves) {
       const at::Tensor* const tensor = tensor_or_none_at(leaves, leaf);
-      is_whole = is_whole && tensor != nullptr;
+      has_all = has_all && tensor != nullptr;
       own.borrow(tensor == nullptr ? missing : *tensor);
     }
   }
   leaves_ = leaves;
   sources_ = std::move(sources);
   packs_leaves_ = true;
+  has_all_leaves_ = has_all;
   factor_ = factor;
-  return is_whole;
 }
 
 void Executor::pack_counted(std::shared_ptr<GradientCounter> counter, double factor) {
@@ -102,10 +109,16 @@ void Executor::pack_counted(std::shared_ptr<GradientCounter> counter, double fac
   factor_ = factor;
 }
 
-void Executor::pack_in_python() {
+void Executor::set_regular_word(at::Tensor values, uint32_t fingerprint) {
+  regular_ = std::move(values);
+  fingerprint_ = fingerprint;
+}
+
+void Executor::leave_to_python() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   packs_leaves_ = false;
   counter_.reset();
+  regular_.reset();
 }
 
 void Executor::set_buffer(int64_t bucket, at::Tensor buffer) {
@@ -121,19 +134,13 @@ std::optional<at::Tensor> Executor::buffer(int64_t bucket) const {
 
 // Execution
 
-void Executor::follow(std::shared_ptr<const Instrs> list) {
-  TORCH_INTERNAL_ASSERT(cursor_ == list_->items.size(), "a list of instructions was left before its end");
-  list_ = std::move(list);
-  cursor_ = 0;
-}
-
 void Executor::bucket_ready(int64_t bucket) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   ready_s_.at(bucket) = std::min(ready_s_[bucket], perf_counter_s());
   advance(Phase::kBackward);
 }
 
-bool Executor::run(Phase phase) {
+void Executor::run(Phase phase) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (phase != Phase::kBackward && !is_free_) {
     const double now_s = perf_counter_s();
@@ -142,25 +149,29 @@ bool Executor::run(Phase phase) {
   is_free_ = phase == Phase::kFree;
   advance(phase);
   if (error_ && phase == Phase::kFree) std::rethrow_exception(std::exchange(error_, nullptr));
-  return !has_failed_ && cursor_ == list_->items.size();
-}
-
-bool Executor::run_list(std::shared_ptr<const Instrs> list, Phase phase) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  follow(std::move(list));
-  return run(phase);
 }
 
 void Executor::advance(Phase phase) {
-  // After a failure, other ranks would match the next collective with the one that failed.
   if (has_failed_) return;
   // Results outlive the inference mode of the caller.
   const c10::InferenceMode no_inference(false);
   try {
-    while (cursor_ < list_->items.size()) {
-      const Instr& instr = list_->items[cursor_];
+    for (; cursor_ < program_->instrs.size();) {
+      const Instr& instr = program_->instrs[cursor_];
+      if (!instr.needs_report && !applies(instr)) {
+        ++cursor_;
+        continue;
+      }
       if (phase != Phase::kFree && !may_run(instr, phase)) return;
-      execute(instr);
+      if (instr.needs_report) {
+        if (!has_report_) read_report();
+        if (!applies(instr)) {
+          ++cursor_;
+          continue;
+        }
+      }
+      // Moved first: a gradient that arrives meanwhile must not repeat the instruction.
+      execute(static_cast<int64_t>(cursor_++));
     }
     position_ = -1;
   } catch (...) {
@@ -169,57 +180,88 @@ void Executor::advance(Phase phase) {
   }
 }
 
-bool Executor::may_run(const Instr& instr, Phase phase) const {
-  if (phase == Phase::kBackward && instr.bucket >= 0) {
-    if (instr.bucket == constants_->last_bucket || std::isinf(ready_s_[instr.bucket])) return false;
+bool Executor::applies(const Instr& instr) const {
+  const auto has = [&](const std::vector<bool>& buckets) { return !buckets.empty() && buckets[instr.bucket]; };
+  switch (instr.guard) {
+    case Guard::kAlways: return true;
+    case Guard::kUnlessIdle: return !has(idle_);
+    case Guard::kIfUsed: return !has(idle_) || has(late_);
+    case Guard::kLate: return has(late_);
   }
-  // Backward never blocks on a collective.
-  return std::all_of(instr.awaited.begin(), instr.awaited.end(), [this](int64_t position) {
+  return true;
+}
+
+// Backward and the phase after it never block on a collective, and know no report.
+bool Executor::may_run(const Instr& instr, Phase phase) const {
+  if (instr.needs_report) return false;
+  if (phase == Phase::kBackward) {
+    if (instr.kind == InstrKind::kWord) return false;
+    if (instr.bucket == program_->last_bucket || std::isinf(ready_s_[instr.bucket])) return false;
+  }
+  return std::all_of(instr.waits.begin(), instr.waits.end(), [this](int64_t position) {
     const Launch* const launch = launch_at(position);
     return launch == nullptr || launch->is_waited || !launch->pending || launch->pending->done();
   });
 }
 
-void Executor::execute(const Instr& instr) {
-  for (const int64_t position : instr.awaited) {
-    Launch* const launch = launch_at(position);
+void Executor::execute(int64_t position) {
+  const Instr& instr = program_->instrs[position];
+  for (const int64_t awaited : instr.waits) {
+    Launch* const launch = launch_at(awaited);
     if (launch != nullptr) wait_for(*launch);
   }
-  position_ = instr.position;
-  ++cursor_;  // first: a gradient that arrives meanwhile must not repeat it
-  if (instr.kind == InstrKind::kPack) pack(instr);
-  if (instr.kind == InstrKind::kReduce || instr.kind == InstrKind::kStart) launch(instr);
-  if (instr.kind == InstrKind::kCall) {
-    const PythonEntry python;
-    instr.call(step());
+  position_ = position;
+  switch (instr.kind) {
+    case InstrKind::kPack:
+      pack(position);
+      break;
+    case InstrKind::kCollect:
+      launch(position);
+      break;
+    case InstrKind::kWord:
+      write_word(instr.bucket);
+      if (instr.bucket < 0) launch(position);
+      break;
+    case InstrKind::kUnpack:
+      if (!gives_views()) run_in_python(position);
+      break;
+    case InstrKind::kAwait:
+      break;
+    case InstrKind::kCall:
+      run_in_python(position);
+      break;
   }
 }
 
-void Executor::pack(const Instr& instr) {
-  if (packs_leaves_ || counter_) {
-    const StepBucket& bucket = constants_->buckets[instr.bucket];
+void Executor::run_in_python(int64_t position) const {
+  const PythonEntry python;
+  calls_->run(step(), position, is_free_);
+}
+
+void Executor::pack(int64_t position) {
+  const Instr& instr = program_->instrs[position];
+  if (instr.is_native && (packs_leaves_ || counter_)) {
+    const StepBucket& bucket = program_->buckets[instr.bucket];
     const at::Tensor& buffer = memory(instr.bucket);
     if (packs_leaves_ || counter_) {  // Python may have failed for lack of memory
       try {
         const double amax = pack_natively(instr.bucket, buffer);
         if (!(amax <= bucket.max_safe_magnitude)) note_magnitude(!std::isinf(amax));
-        return;
       } catch (...) {
         const std::exception_ptr error = std::current_exception();
         const PythonEntry python;
-        const py::cpp_function raise_error(
-            torch::wrap_pybind_function([error] { std::rethrow_exception(error); }));
-        instr.call(step(), raise_error);
-        return;
+        torch::translate_exception_to_python(error);
+        const py::error_already_set raised;
+        calls_->fail_pack(step(), position, raised.value());
       }
+      return;
     }
   }
-  const PythonEntry python;
-  instr.call(step());
+  run_in_python(position);
 }
 
 double Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
-  const StepBucket& bucket = constants_->buckets[b];
+  const StepBucket& bucket = program_->buckets[b];
   const int64_t numel = bucket.layout.numel();
   if (numel < bucket.padded_numel) {
     auto* const end = static_cast<char*>(buffer.data_ptr()) + numel * buffer.itemsize();
@@ -229,20 +271,23 @@ double Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
   return pack_(buffer, bucket.layout, sources_.at(b).tensors(), factor_);
 }
 
-void Executor::launch(const Instr& instr) {
-  const int64_t record = ring_->launch(source_, number_, instr.position).number;
-  if (instr.bucket >= 0 && std::isnan(launch_s_[instr.bucket])) launch_s_[instr.bucket] = perf_counter_s();
+void Executor::launch(int64_t position) {
+  const Instr& instr = program_->instrs[position];
+  const int64_t record = ring_->launch(source_, number_, position).number;
+  const bool is_word = instr.bucket < 0;
+  if (!is_word && std::isnan(launch_s_[instr.bucket])) launch_s_[instr.bucket] = perf_counter_s();
   std::shared_ptr<PendingCollective> pending;
-  if (instr.kind == InstrKind::kReduce) {
-    const bool is_word = instr.bucket < 0;
-    const at::Tensor tensor = is_word ? word_ : range_of(memory(instr.bucket), instr.start, instr.stop);
-    pending = collectives_->all_reduce(tensor, !is_word && constants_->average, is_free_);
+  if (instr.is_native && (is_word || !records_times_)) {
+    // The word travels alone if its bucket is left out.
+    const bool is_alone = is_word || (!idle_.empty() && idle_[instr.bucket]);
+    const at::Tensor tensor = is_alone ? word_ : range_of(memory(instr.bucket), instr.start, instr.stop);
+    pending = collectives_->all_reduce(tensor, !is_word && program_->average, is_free_);
   } else {
     const PythonEntry python;
-    pending = pending_in_python(instr.call(step(), is_free_));
+    pending = pending_in_python(calls_->run(step(), position, is_free_));
   }
-  launch_of_[instr.position] = static_cast<int64_t>(launches_.size());
-  launches_.push_back({instr.position, instr.bucket, std::move(pending), record});
+  launch_of_[position] = static_cast<int64_t>(launches_.size());
+  launches_.push_back({position, instr.bucket, std::move(pending), record});
 }
 
 const at::Tensor& Executor::memory(int64_t bucket) {
@@ -253,6 +298,64 @@ const at::Tensor& Executor::memory(int64_t bucket) {
     if (!buffer.defined()) buffer = std::move(made);
   }
   return buffer;
+}
+
+// The control word
+
+void Executor::write_word(int64_t b) {
+  const bool is_complete = counter_ ? counter_->is_complete() : packs_leaves_ && has_all_leaves_;
+  if (!regular_.defined() || !is_complete || may_overflow_ || records_times_) {
+    const PythonEntry python;
+    const py::object written = calls_->write_word(step());
+    if (!written.is_none()) {
+      word_ = written.cast<at::Tensor>();
+      regular_.reset();
+      return;
+    }
+    TORCH_INTERNAL_ASSERT(regular_.defined(), "a step has no regular control word");
+  }
+  word_ = b < 0 ? at::empty_like(regular_)
+                : memory(b).narrow(0, program_->buckets[b].padded_numel, regular_.numel());
+  TORCH_CHECK_TYPE(word_.scalar_type() == regular_.scalar_type(), "a control word has another dtype than its bucket");
+  with_number_type(word_, [&](auto number) {
+    write_values(static_cast<decltype(number)*>(word_.data_ptr()), regular_, *program_, fingerprint_);
+  });
+}
+
+void Executor::read_report() {
+  TORCH_CHECK(word_.defined(), "the control word was read before it was written");
+  Launch* const launch = launch_at(program_->summed_word);
+  if (launch != nullptr) wait_for(*launch);
+  position_ = -1;
+  has_report_ = true;
+  const bool is_equal = regular_.defined() && is_sum_of_regular_words();
+  if (is_equal && program_->has_views && !measures_) {  // nothing in Python follows
+    is_regular_ = true;
+    return;
+  }
+  const PythonEntry python;
+  const auto found = calls_->read_report(step(), is_equal).cast<std::pair<std::vector<int64_t>, bool>>();
+  is_regular_ = found.second;
+  if (!found.first.empty()) late_.resize(program_->buckets.size());
+  for (const int64_t bucket : found.first) late_.at(bucket) = true;
+}
+
+bool Executor::is_sum_of_regular_words() const {
+  return with_number_type(regular_, [&](auto number) {
+    using Number = decltype(number);
+    std::vector<Number> own(static_cast<size_t>(regular_.numel()));
+    write_values(own.data(), regular_, *program_, fingerprint_);
+    const auto* const found = static_cast<const Number*>(word_.const_data_ptr());
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (found[i] != own[i] * static_cast<Number>(program_->world_size)) return false;
+    }
+    return true;
+  });
+}
+
+std::optional<at::Tensor> Executor::word() const {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return word_.defined() ? std::optional<at::Tensor>(word_) : std::nullopt;
 }
 
 // Collectives in flight
@@ -286,13 +389,6 @@ void Executor::wait_for(Launch& launch) {
   ring_->set_done(record, end_s);
 }
 
-void Executor::wait_at(int64_t position) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  Launch* const launch = launch_at(position);
-  if (launch != nullptr) wait_for(*launch);
-  position_ = -1;
-}
-
 void Executor::drain() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (const int64_t number : std::vector<int64_t>(launch_of_)) {
@@ -302,55 +398,17 @@ void Executor::drain() {
 }
 
 std::string Executor::text_of(const Launch& launch) const {
-  const std::string text = launch.bucket < 0 ? "the control word" : constants_->buckets[launch.bucket].text;
+  const std::string text = launch.bucket < 0 ? "the control word" : program_->buckets[launch.bucket].text;
   return text + " of step " + std::to_string(number_);
 }
 
-// The control word
-
-void Executor::send_word(const at::Tensor& values, uint32_t fingerprint, int64_t b,
-                         std::shared_ptr<const Instrs> list, Phase phase) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  at::Tensor word = b < 0 ? at::empty_like(values)
-                          : memory(b).narrow(0, constants_->buckets[b].padded_numel, values.numel());
-  TORCH_CHECK_TYPE(word.scalar_type() == values.scalar_type(), "a control word has another dtype than its bucket");
-  with_number_type(word, [&](auto number) {
-    write_values(static_cast<decltype(number)*>(word.data_ptr()), values, *constants_, fingerprint);
-  });
-  send_written_word(std::move(word), std::move(list), phase);
-}
-
-void Executor::send_written_word(at::Tensor word, std::shared_ptr<const Instrs> list, Phase phase) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  word_ = std::move(word);
-  run_list(std::move(list), phase);
-}
-
-std::optional<at::Tensor> Executor::word() const {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return word_.defined() ? std::optional<at::Tensor>(word_) : std::nullopt;
-}
-
-bool Executor::read_word(int64_t position, const at::Tensor& values, uint32_t fingerprint) {
-  wait_at(position);
-  TORCH_CHECK(word_.defined(), "the control word was read before it was written");
-  return with_number_type(values, [&](auto number) {
-    using Number = decltype(number);
-    std::vector<Number> own(static_cast<size_t>(values.numel()));
-    write_values(own.data(), values, *constants_, fingerprint);
-    const auto* const found = static_cast<const Number*>(word_.const_data_ptr());
-    for (size_t i = 0; i < own.size(); ++i) {
-      if (found[i] != own[i] * static_cast<Number>(constants_->world_size)) return false;
-    }
-    return true;
-  });
-}
+// Results
 
 std::vector<at::Tensor> Executor::results() const {
-  std::vector<at::Tensor> results(static_cast<size_t>(constants_->leaves));
+  std::vector<at::Tensor> results(static_cast<size_t>(program_->leaves));
   for (size_t b = 0; b < buffers_.size(); ++b) {
     if (!buffers_[b].defined()) continue;  // left out, because no rank uses it
-    const StepBucket& bucket = constants_->buckets[b];
+    const StepBucket& bucket = program_->buckets[b];
     std::vector<at::Tensor> found = slices(buffers_[b], bucket.layout);
     for (size_t i = 0; i < found.size(); ++i) results[bucket.leaves[i]] = std::move(found[i]);
   }
@@ -392,85 +450,67 @@ void bind_executor(py::module_& m) {
            }),
            py::arg("leaves"), py::arg("layout"), py::arg("packing").none(false), py::arg("padded_numel"),
            py::arg("max_safe_magnitude"), py::arg("keep"), py::arg("text"));
-  py::class_<StepConstants, std::shared_ptr<StepConstants>>(m, "StepConstants")
-      .def(py::init([](std::vector<StepBucket> buckets, int64_t positions, int64_t leaves, int64_t last_bucket,
-                       int64_t world_size, bool average, int64_t limb_bits, int64_t limbs) {
-             return std::make_shared<StepConstants>(StepConstants{std::move(buckets), positions, leaves, last_bucket,
-                                                                  world_size, average, limb_bits, limbs});
-           }),
-           py::arg("buckets"), py::arg("positions"), py::arg("leaves"), py::arg("last_bucket"),
-           py::arg("world_size"), py::arg("average"), py::arg("limb_bits"), py::arg("limbs"));
   py::class_<Instr>(m, "Instr")
-      .def(py::init([](const std::string& kind, int64_t position, int64_t bucket, int64_t start, int64_t stop,
-                       std::vector<int64_t> awaited, py::object call) {
-             const auto known = kind == "pack" ? InstrKind::kPack
-                 : kind == "reduce"            ? InstrKind::kReduce
-                 : kind == "start"             ? InstrKind::kStart
-                 : kind == "await"             ? InstrKind::kAwait
-                                               : InstrKind::kCall;
-             return Instr{known, position, bucket, start, stop, std::move(awaited), std::move(call)};
+      .def(py::init([](const std::string& kind, const std::string& guard, bool is_native, bool needs_report,
+                       int64_t bucket, int64_t start, int64_t stop, std::vector<int64_t> waits) {
+             static const std::unordered_map<std::string, InstrKind> kinds = {
+                 {"pack", InstrKind::kPack},     {"collect", InstrKind::kCollect}, {"word", InstrKind::kWord},
+                 {"unpack", InstrKind::kUnpack}, {"await", InstrKind::kAwait},     {"call", InstrKind::kCall}};
+             static const std::unordered_map<std::string, Guard> guards = {{"always", Guard::kAlways},
+                                                                           {"unless idle", Guard::kUnlessIdle},
+                                                                           {"if used", Guard::kIfUsed},
+                                                                           {"late", Guard::kLate}};
+             return Instr{kinds.at(kind), guards.at(guard), is_native, needs_report, bucket, start, stop,
+                          std::move(waits)};
            }),
-           py::arg("kind"), py::arg("position"), py::arg("bucket"), py::arg("start"), py::arg("stop"),
-           py::arg("awaited"), py::arg("call"));
-  py::class_<Instrs, std::shared_ptr<Instrs>>(m, "Instrs")
-      .def(py::init([](const py::list& instrs) {
-             auto list = std::make_shared<Instrs>();
-             for (const py::handle instr : instrs) list->items.push_back(instr.cast<Instr>());
-             return list;
+           py::arg("kind"), py::arg("guard"), py::arg("is_native"), py::arg("needs_report"), py::arg("bucket"),
+           py::arg("start"), py::arg("stop"), py::arg("waits"));
+  py::class_<StepProgram, std::shared_ptr<StepProgram>>(m, "StepProgram")
+      .def(py::init([](std::vector<Instr> instrs, std::vector<StepBucket> buckets, int64_t leaves,
+                       int64_t last_bucket, int64_t summed_word, int64_t world_size, bool average, bool has_views,
+                       int64_t limb_bits, int64_t limbs) {
+             return std::make_shared<StepProgram>(StepProgram{std::move(instrs), std::move(buckets), leaves,
+                                                              last_bucket, summed_word, world_size, average, has_views,
+                                                              limb_bits, limbs});
            }),
-           py::arg("instrs"));
+           py::arg("instrs"), py::arg("buckets"), py::arg("leaves"), py::arg("last_bucket"), py::arg("summed_word"),
+           py::arg("world_size"), py::arg("average"), py::arg("has_views"), py::arg("limb_bits"), py::arg("limbs"));
+  py::class_<StepCalls, std::shared_ptr<StepCalls>>(m, "StepCalls")
+      .def(py::init([](py::object run, py::object fail_pack, py::object write_word, py::object read_report) {
+             return std::make_shared<StepCalls>(StepCalls{std::move(run), std::move(fail_pack), std::move(write_word),
+                                                          std::move(read_report)});
+           }),
+           py::arg("run"), py::arg("fail_pack"), py::arg("write_word"), py::arg("read_report"));
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<Executor, BucketListener, std::shared_ptr<Executor>>(m, "Executor")
-      .def(py::init<std::shared_ptr<StepConstants>, std::shared_ptr<Collectives>, std::shared_ptr<FlightRing>, int64_t,
-                    int64_t, py::object, std::shared_ptr<Instrs>>(),
-           py::arg("constants").none(false), py::arg("collectives").none(false), py::arg("ring").none(false),
-           py::arg("source"), py::arg("number"), py::arg("step"), py::arg("list").none(false))
+      .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<StepCalls>, std::shared_ptr<Collectives>,
+                    std::shared_ptr<FlightRing>, int64_t, int64_t, py::object, std::vector<int64_t>, bool, bool>(),
+           py::arg("program").none(false), py::arg("calls").none(false), py::arg("collectives").none(false),
+           py::arg("ring").none(false), py::arg("source"), py::arg("number"), py::arg("step"), py::arg("idle"),
+           py::arg("records_times"), py::arg("measures"))
       .def("__call__", &Executor::bucket_ready, py::arg("bucket"), Released())
       .def("pack_leaves", torch::wrap_pybind_function([](Executor& self, const py::list& leaves, double factor) {
-             return self.pack_leaves(leaves, factor);
+             self.pack_leaves(leaves, factor);
            }),
            py::arg("leaves"), py::arg("factor"))
       .def("pack_counted", &Executor::pack_counted, py::arg("counter").none(false), py::arg("factor"))
-      .def("pack_in_python", &Executor::pack_in_python, Released())
+      .def("set_regular_word", &Executor::set_regular_word, py::arg("values"), py::arg("fingerprint"))
+      .def("leave_to_python", &Executor::leave_to_python, Released())
       .def("set_buffer", &Executor::set_buffer, py::arg("bucket"), py::arg("buffer"), Released())
       .def("buffer", &Executor::buffer, py::arg("bucket"), Released())
       .def("run", torch::wrap_pybind_function_no_gil([](Executor& self, int64_t phase) {
-             return self.run(static_cast<Phase>(phase));
+             self.run(static_cast<Phase>(phase));
            }),
            py::arg("phase"))
-      .def("run_list", torch::wrap_pybind_function_no_gil([](Executor& self, std::shared_ptr<Instrs> list,
-                                                             int64_t phase) {
-             return self.run_list(std::move(list), static_cast<Phase>(phase));
-           }),
-           py::arg("list").none(false), py::arg("phase"))
       .def("drain", torch::wrap_pybind_function_no_gil([](Executor& self) { self.drain(); }))
-      .def("wait_at", torch::wrap_pybind_function_no_gil([](Executor& self, int64_t position) {
-             self.wait_at(position);
-           }),
-           py::arg("position"))
-      .def("send_word", torch::wrap_pybind_function_no_gil([](Executor& self, const at::Tensor& values,
-                                                              uint32_t fingerprint, int64_t bucket,
-                                                              std::shared_ptr<Instrs> list, int64_t phase) {
-             self.send_word(values, fingerprint, bucket, std::move(list), static_cast<Phase>(phase));
-           }),
-           py::arg("values"), py::arg("fingerprint"), py::arg("bucket"), py::arg("list").none(false),
-           py::arg("phase"))
-      .def("send_written_word", torch::wrap_pybind_function_no_gil([](Executor& self, at::Tensor word,
-                                                                      std::shared_ptr<Instrs> list, int64_t phase) {
-             self.send_written_word(std::move(word), std::move(list), static_cast<Phase>(phase));
-           }),
-           py::arg("word"), py::arg("list").none(false), py::arg("phase"))
       .def("word", &Executor::word, Released())
-      .def("read_word", torch::wrap_pybind_function_no_gil([](Executor& self, int64_t position,
-                                                              const at::Tensor& values, uint32_t fingerprint) {
-             return self.read_word(position, values, fingerprint);
-           }),
-           py::arg("position"), py::arg("values"), py::arg("fingerprint"))
       .def("buffers", [](const Executor& self) { return to_list(self.buffers()); })
       .def("results", torch::wrap_pybind_function([](const Executor& self) { return to_list(self.results()); }))
       .def("note_magnitude", &Executor::note_magnitude, py::arg("is_finite"), Released())
       .def_property_readonly("is_finite", &Executor::is_finite)
       .def_property_readonly("may_overflow", &Executor::may_overflow)
+      .def_property_readonly("is_regular", &Executor::is_regular)
+      .def_property_readonly("gives_views", &Executor::gives_views)
       .def_property_readonly("position", &Executor::position)
       .def("ready_s", &Executor::ready_s, Released())
       .def("launch_s", &Executor::launch_s, Released());

@@ -1,12 +1,13 @@
 // Executor of the operations of one step on one rank.
 //
 // [Note: one executor]
-// A program lists instructions in the order in which every rank runs them. The executor runs them
-// as far as the launch rule allows (core/protocol/launch.py states it in Python). An instruction is
-// native, and then runs without the GIL, or a function of the step in Python. The executor decides
-// nothing else: Python divides a program into lists (before the control word, up to its sum, after
-// it), and chooses the list to run next. A regular control word, that of a rank which contributes all
-// gradients with the agreed weight, is written and compared here; others in Python.
+// A program is one list: the operations of the schedule, in the order that was proved and that every
+// rank runs, each with the collectives that it waits for and a guard. The executor walks the list once,
+// as far as the launch rule allows (core/protocol/launch.py states it in Python). Before the first
+// operation that needs the report, it awaits the sum of the control words; from then on guards decide
+// which operations run. A regular control word, that of a rank which contributes all gradients with
+// weight 1, is written and compared here, and a sum of regular words is a report without repairs. All
+// else that is not native is a function of Python, see `StepCalls` in native/executor.py.
 
 #pragma once
 
@@ -34,28 +35,32 @@
 namespace fddp {
 
 enum class InstrKind : int {
-  kPack,    // write a bucket's gradients into its buffer
-  kReduce,  // start an all-reduce of a range of a buffer over all ranks, or of the control word
-  kStart,   // start a collective by a function of Python, which returns its work
-  kAwait,   // wait for the awaited collectives only
-  kCall,    // call a function of Python
+  kPack,     // write a bucket's gradients into its buffer
+  kCollect,  // start a collective
+  kWord,     // write the control word, and start its all-reduce unless a bucket carries it
+  kUnpack,   // make results of a buffer
+  kAwait,    // wait for the awaited collectives only
+  kCall,     // call Python
+};
+
+// Condition of an instruction. Idle buckets are left out because no rank used them in the step
+// before; the report has the late ones.
+enum class Guard : int {
+  kAlways,
+  kUnlessIdle,
+  kIfUsed,  // unless the bucket is idle and stays unused
+  kLate,
 };
 
 struct Instr {
   InstrKind kind;
-  int64_t position;  // in the schedule
-  int64_t bucket;    // -1 for a control word that travels by itself
-  int64_t start;     // range of the buffer that an all-reduce works on
+  Guard guard;
+  bool is_native;     // runs in C++, unless the step records times
+  bool needs_report;  // follows the sum of the control words
+  int64_t bucket;     // -1 for a control word that travels by itself
+  int64_t start;      // range of the buffer that a collective works on
   int64_t stop;
-  std::vector<int64_t> awaited;  // positions of collectives that must have finished
-  // Function of the step. kStart: also of a bool, true if the caller waits next. kPack: packs the
-  // bucket where the source is not native; or with a function that raises the error of packing it
-  // natively.
-  pybind11::object call;
-};
-
-struct Instrs {
-  std::vector<Instr> items;
+  std::vector<int64_t> waits;  // positions of collectives that must have finished
 };
 
 struct StepBucket {
@@ -68,16 +73,26 @@ struct StepBucket {
   std::string text;
 };
 
-// Constants of a program on one rank.
-struct StepConstants {
+// A program on one rank. The position of an instruction is that of its operation in the schedule.
+struct StepProgram {
+  std::vector<Instr> instrs;
   std::vector<StepBucket> buckets;
-  int64_t positions;    // operations of the schedule
-  int64_t leaves;       // of the plan
-  int64_t last_bucket;  // not sent during backward, because the control word follows it
-  int64_t world_size;   // summands of the control word
-  bool average;         // the collectives divide the sum
-  int64_t limb_bits;    // of the fingerprint in the control word; 0 if it is one element
-  int64_t limbs;        // elements of the fingerprint
+  int64_t leaves;        // of the plan
+  int64_t last_bucket;   // not sent during backward, because the control word follows it
+  int64_t summed_word;   // position of the collective that sums the control word
+  int64_t world_size;    // summands of the control word
+  bool average;          // the collectives divide the sum
+  bool has_views;        // results of a regular step are slices of the buffers
+  int64_t limb_bits;     // of the fingerprint in the control word; 0 if it is one element
+  int64_t limbs;         // elements of the fingerprint
+};
+
+// Functions of Python that run what is not native, see `StepCalls` in native/executor.py.
+struct StepCalls {
+  pybind11::object run;
+  pybind11::object fail_pack;
+  pybind11::object write_word;
+  pybind11::object read_report;
 };
 
 // Phases of the launch rule.
@@ -90,48 +105,41 @@ enum class Phase : int {
 class Executor : public BucketListener {
  public:
   // `step` is a weak reference to the step in Python, because hooks of gradients keep the executor
-  // alive. `source` is the number of the schedule in the ring. `list` is the first to run.
-  Executor(std::shared_ptr<const StepConstants> constants, std::shared_ptr<Collectives> collectives,
-           std::shared_ptr<FlightRing> ring, int64_t source, int64_t number, pybind11::object step,
-           std::shared_ptr<const Instrs> list);
+  // alive. `source` is the number of the schedule in the ring. `idle` are the buckets that are left
+  // out. `records_times`: Python starts the collectives. `measures`: Python makes the results.
+  Executor(std::shared_ptr<const StepProgram> program, std::shared_ptr<const StepCalls> calls,
+           std::shared_ptr<Collectives> collectives, std::shared_ptr<FlightRing> ring, int64_t source, int64_t number,
+           pybind11::object step, const std::vector<int64_t>& idle, bool records_times, bool measures);
   ~Executor() override;
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Pack gradients by leaf of the plan, None for missing ones, times `factor`. Return true if none
-  // is missing.
-  bool pack_leaves(const pybind11::list& leaves, double factor);
+  // Pack gradients by leaf of the plan, None for missing ones, times `factor`.
+  void pack_leaves(const pybind11::list& leaves, double factor);
   // Pack the gradients that a counter collects, times `factor`.
   void pack_counted(std::shared_ptr<GradientCounter> counter, double factor);
-  // Pack by the functions of the instructions from now on.
-  void pack_in_python();
+  // Send `values` with a fingerprint as the control word, if all gradients have arrived by then.
+  void set_regular_word(at::Tensor values, uint32_t fingerprint);
+  // Pack by Python from now on, and send no regular word.
+  void leave_to_python();
 
   void set_buffer(int64_t bucket, at::Tensor buffer);
   std::optional<at::Tensor> buffer(int64_t bucket) const;
   const std::vector<at::Tensor>& buffers() const { return buffers_; }  // undefined before use
 
   void bucket_ready(int64_t bucket) override;
-  // Run the list as far as the rule allows in this phase. Return true if it has ended. Throws the
-  // error that an instruction has raised, now or during backward.
-  bool run(Phase phase);
-  // Run the next list, the one before which has ended.
-  bool run_list(std::shared_ptr<const Instrs> list, Phase phase);
+  // Run the list as far as the rule allows in this phase; with kFree, to its end. Throws the error
+  // that an instruction has raised, now or during backward, with kFree only.
+  void run(Phase phase);
   // Wait for all collectives in flight, in the order of the schedule.
   void drain();
-  // Wait for the collective at a position, if there is one.
-  void wait_at(int64_t position);
 
-  // Write the control word `values` with a fingerprint into memory of its own, or behind a bucket,
-  // and run the next list, which sends it.
-  void send_word(const at::Tensor& values, uint32_t fingerprint, int64_t bucket,
-                 std::shared_ptr<const Instrs> list, Phase phase);
-  // As above, for a control word that Python has written.
-  void send_written_word(at::Tensor word, std::shared_ptr<const Instrs> list, Phase phase);
+  // The control word, or its sum once the report was read.
   std::optional<at::Tensor> word() const;
-  // Wait for the collective at a position, which brings the sum. Return true if the sum is that of
-  // words that equal `values` with the fingerprint on all ranks.
-  bool read_word(int64_t position, const at::Tensor& values, uint32_t fingerprint);
-
+  // True if the report is that of regular words: nothing is repaired, and results need no factor.
+  bool is_regular() const { return is_regular_; }
+  // True if results are slices of the buffers.
+  bool gives_views() const { return is_regular_ && program_->has_views && !measures_; }
   // Return by leaf the slices of the buffers, undefined for leaves in no bucket.
   std::vector<at::Tensor> results() const;
 
@@ -157,45 +165,63 @@ class Executor : public BucketListener {
     bool is_waited = false;
   };
 
-  void follow(std::shared_ptr<const Instrs> list);
   void advance(Phase phase);
+  bool applies(const Instr& instr) const;
   bool may_run(const Instr& instr, Phase phase) const;
-  void execute(const Instr& instr);
-  void pack(const Instr& instr);
+  void execute(int64_t position);
+  void run_in_python(int64_t position) const;
+  void pack(int64_t position);
   double pack_natively(int64_t bucket, const at::Tensor& buffer);
-  void launch(const Instr& instr);
+  void write_word(int64_t bucket);
+  void read_report();
+  bool is_sum_of_regular_words() const;
+  void launch(int64_t position);
   const at::Tensor& memory(int64_t bucket);
   Launch* launch_at(int64_t position) const;
   void wait_for(Launch& launch);
   std::string text_of(const Launch& launch) const;
   pybind11::object step() const;
 
-  const std::shared_ptr<const StepConstants> constants_;
+  const std::shared_ptr<const StepProgram> program_;
+  std::shared_ptr<const StepCalls> calls_;
   const std::shared_ptr<Collectives> collectives_;
   const std::shared_ptr<FlightRing> ring_;
   const int64_t source_;
   const int64_t number_;
+  const bool records_times_;
+  const bool measures_;
   pybind11::object step_;
 
   // Recursive, because instructions in Python use the executor. Never acquired with the GIL held,
   // because its holder may need the GIL.
   mutable std::recursive_mutex mutex_;
-  std::shared_ptr<const Instrs> list_;
-  size_t cursor_ = 0;
+  size_t cursor_ = 0;  // position of the next instruction
   bool is_free_ = false;
+  // Set by the first error, kept until `run(kFree)` throws it. No instruction runs afterwards: other
+  // ranks would match the next collective with the one that failed.
   bool has_failed_ = false;
   std::exception_ptr error_;
   int64_t position_ = -1;
 
-  std::vector<at::Tensor> buffers_;
-  at::Tensor word_;
+  std::vector<at::Tensor> buffers_;  // by bucket; taken from the pool at first use, returned by the step
+  // Sources of native packing: either the leaves of a tree, or a counter.
   double factor_ = 1.0;
   bool packs_leaves_ = false;
+  bool has_all_leaves_ = false;
   pybind11::object leaves_;               // owns the sources
   std::vector<BorrowedTensors> sources_;  // by bucket
   std::shared_ptr<GradientCounter> counter_;
   bool is_finite_ = true;
   bool may_overflow_ = false;
+
+  at::Tensor regular_;  // undefined once this rank's word is another
+  uint32_t fingerprint_ = 0;
+  at::Tensor word_;  // behind a bucket, or in memory of its own
+  bool has_report_ = false;
+  bool is_regular_ = false;
+  // By bucket; empty for none.
+  std::vector<bool> idle_;
+  std::vector<bool> late_;  // from the report
 
   mutable std::vector<Launch> launches_;
   std::vector<int64_t> launch_of_;  // by position: number of the launch, or -1

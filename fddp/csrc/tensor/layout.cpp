@@ -133,6 +133,7 @@ void bind_layout(py::module_& m) {
       .def(py::init(torch::wrap_pybind_function(
           [](std::vector<int64_t> offsets, Rows shapes, Rows strides, int64_t numel) {
             return fddp::Layout(std::move(offsets), std::move(shapes), std::move(strides), numel);
-          })))
+          })),
+           py::arg("offsets"), py::arg("shapes"), py::arg("strides"), py::arg("numel"))
       .def("__len__", [](const fddp::Layout& layout) { return layout.slots().size(); });
 }

@@ -226,11 +226,17 @@ std::pair<double, bool> scale_from_python(const at::Tensor& buffer, double scale
 }  // namespace fddp
 
 void bind_pack(py::module_& m) {
-  m.def("pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_>));
-  m.def("pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_add_>));
-  m.def("scale_", torch::wrap_pybind_function(&fddp::scale_from_python));
-  m.def("unpack_", torch::wrap_pybind_function(&fddp::unpack_from_python));
-  m.def("foreach_pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_>));
-  m.def("foreach_pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_add_>));
-  m.def("foreach_unpack_", torch::wrap_pybind_function(&fddp::foreach_unpack_from_python));
+  m.def("pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
+  m.def("pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_add_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
+  m.def("scale_", torch::wrap_pybind_function(&fddp::scale_from_python), py::arg("buffer"), py::arg("scale"));
+  m.def("unpack_", torch::wrap_pybind_function(&fddp::unpack_from_python),
+        py::arg("outputs"), py::arg("layout"), py::arg("buffer"), py::arg("scale"));
+  m.def("foreach_pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
+  m.def("foreach_pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::foreach_pack_add_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
+  m.def("foreach_unpack_", torch::wrap_pybind_function(&fddp::foreach_unpack_from_python),
+        py::arg("outputs"), py::arg("layout"), py::arg("buffer"), py::arg("scale"));
 }

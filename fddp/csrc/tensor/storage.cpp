@@ -134,11 +134,11 @@ void bind_storage(py::module_& m) {
       .def(py::init<>())
       .def("add", &fddp::LiveViews::add, py::arg("buffer"))
       .def("contains", &fddp::LiveViews::contains, py::arg("tensor"));
-  m.def("invalidate", torch::wrap_pybind_function(&fddp::invalidate));
+  m.def("invalidate", torch::wrap_pybind_function(&fddp::invalidate), py::arg("tensors"), py::arg("error_text"));
   m.def("slices", torch::wrap_pybind_function([](const at::Tensor& buffer, const fddp::Layout& layout) {
     return fddp::to_list(fddp::slices(buffer, layout));
-  }));
-  m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
+  }), py::arg("buffer"), py::arg("layout"));
+  m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count), py::arg("tensor"));
   m.def("first_free", torch::wrap_pybind_function(&fddp::first_free), py::arg("buffers"), py::arg("numel"),
         py::arg("dtype"), py::arg("device"));
 }

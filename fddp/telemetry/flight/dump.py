@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from fddp.core.entrance import entrance
 from fddp.errors import DesyncError, FddpError, RankLostError, SyncTimeoutError, error_text
 from fddp.telemetry.flight.recorder import flight
 
@@ -154,6 +155,7 @@ class FlightDumps(contextlib.AbstractContextManager["FlightDumps"]):
             _terminate(number)
 
 
+@entrance
 def dump_flights(
     directory: str | os.PathLike[str], *, on_signal: signal.Signals | None = None
 ) -> FlightDumps:

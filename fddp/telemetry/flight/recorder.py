@@ -21,19 +21,44 @@ from collections import OrderedDict
 from dataclasses import replace
 from math import prod
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
-from fddp.native.flight_ring import FlightEntry, FlightRecord, new_flight_ring
+from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
+
+if TYPE_CHECKING:
+    from fddp._C import FlightEntry
 
 SIZE = 100
 """Operations recorded per `GradSync` and communicator."""
 
 _serials = itertools.count()
 _alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class FlightRecord(NamedTuple):
+    """State of an operation. Times are on the clock of `time.perf_counter`; 0.0 stands for not yet,
+    and infinity for never.
+
+    Attributes:
+        number: counts the operations of the ring.
+        source: number of the schedule of the operation, or of its description.
+        step: number of the step.
+        position: position in the schedule, or the number of bytes.
+        launched_s, waited_s, done_s: times of the launch, of the start of the wait, and of the end.
+    """
+
+    number: int
+    source: int
+    step: int
+    position: int
+    launched_s: float
+    waited_s: float
+    done_s: float
 
 
 class Recordable(Protocol):
@@ -93,7 +118,7 @@ class Recorder:
         )
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
-        self.ring = new_flight_ring(SIZE)
+        self.ring = extension.compiled.FlightRing(SIZE)
         # By number, the last used last.
         self._sources: OrderedDict[int, Schedule | str] = OrderedDict()
         _alive.add(self)
@@ -151,6 +176,7 @@ class Recorder:
         return self.name, self._empty.rank, self._serial
 
 
+@entrance
 def flight(*of: object, reason: str = "requested") -> Flight:
     """Return the newest 100 operations of each `GradSync` and communicator of this process.
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Generator
 
 from fddp import ReplicationError
-from fddp.extend import Site, counted, tree_flatten
+from fddp.extend import Site, counted, entrance, tree_flatten
 from fddp.testing.replication.lines import Lines, Origin, origin
 from fddp.testing.replication.observers import (
     Collective,
@@ -28,6 +28,7 @@ _READ_RUNS = 3
 _INVALID = "raised only with changed inputs; pass a function of the rank that makes valid ones"
 
 
+@entrance
 def check_replication(
     step: Callable[..., Any],
     *,
@@ -356,5 +357,5 @@ def _warn_of_buffers(usual: Outcome, other: Outcome) -> None:
         warnings.warn(
             f"buffer {paths[0]}{more} differs between ranks; broadcast the buffers of one rank "
             f"before they are saved or used, or use SyncBatchNorm",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -25,7 +25,7 @@ from fddp.transport.shm.opening import open_shm_groups
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fddp.transport.shm.bindings import ShmBackend
+    from fddp._C import ShmBackend
 
 T = TypeVar("T")
 
@@ -66,8 +66,9 @@ def create_backend(options: Any, _: object = None) -> Any:
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
     _check_names(options, timeout_s)
     whole = _default_backend()
+    backend: ShmBackend | dist.ProcessGroupGloo
     if size == 1:
-        backend = extension.load().ShmBackend.alone(timeout_s)
+        backend = extension.compiled.ShmBackend.alone(timeout_s)
         choice = BackendChoice("shm", "the group has only one rank")
     elif whole is not None and options.global_ranks_in_group:
         # The ranks have mapped each other's memory already.
@@ -141,14 +142,14 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
     return BackendChoice("shm", "it was split from a group with shared memory")
 
 
-def _default_backend() -> Any | None:
+def _default_backend() -> ShmBackend | None:
     """Backend of the default group for the CPU, if it is one in shared memory of several ranks."""
     group = dist.group.WORLD
     cpu = torch.device("cpu")
     if group is None or group.size() == 1 or cpu not in group._device_types:
         return None
     backend = backend_of(group, cpu)
-    return backend if isinstance(backend, extension.load().ShmBackend) else None
+    return backend if isinstance(backend, extension.compiled.ShmBackend) else None
 
 
 def _connect(options: Any, store: dist.Store, connect: Callable[[dist.Store], T]) -> T:

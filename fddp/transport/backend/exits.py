@@ -20,4 +20,4 @@ def leave_groups_at_exit() -> None:
 
 
 def _leave_groups() -> None:
-    extension.load().leave_open_groups()
+    extension.compiled.leave_open_groups()

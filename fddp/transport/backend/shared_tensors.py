@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fddp.core.entrance import entrance
 from fddp.transport.group_backend import backend_of
 
 
+@entrance
 def empty_shared(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,

@@ -233,11 +233,11 @@ class Communicator:
         The time is recorded on the backend's thread without the GIL: acquiring it after the end of
         the interpreter would end the process with SIGABRT instead of its own exit code.
         """
-        stamps = [extension.load().CompletionTimestamp(work) for work in collective.works]
+        stamps = [extension.compiled.CompletionTimestamp(work) for work in collective.works]
 
         def arrived_s() -> float | None:
-            ended_s = [stamp.completed_s for stamp in stamps]
-            return None if None in ended_s else max(ended_s)
+            ended_s = [end_s for stamp in stamps if (end_s := stamp.completed_s) is not None]
+            return max(ended_s) if len(ended_s) == len(stamps) else None
 
         return arrived_s
 
@@ -262,7 +262,7 @@ class Communicator:
     def disown(self) -> None:
         """Never free an inherited backend, see [Note: forks]."""
         if self._is_owner and self._backend is not None:
-            extension.load().BackendRelease(self._backend).leak()
+            extension.compiled.BackendRelease(self._backend).leak()
 
 
 def reals_of(tensor: Tensor) -> Tensor:

@@ -60,10 +60,10 @@ class GlooCommunicator(Communicator):
         self.addresses = tuple(f"{spec.store_prefix}/{key}" for key in self._store.keys_set)
         self._timeout_s = spec.timeout_s
         self._scratch = _ScratchPool()
-        self._spin = extension.load().WorkSpin()
+        self._spin = extension.compiled.WorkSpin()
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        freeing = extension.load().BackendRelease(self._backend)
+        freeing = extension.compiled.BackendRelease(self._backend)
         # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
         self._backend = None
         freeing.start()

@@ -35,7 +35,7 @@ class GroupProbe:
 
     def lost(self) -> tuple[int, ...]:
         """Return ranks that have left the group; none if its backend does not show this."""
-        if isinstance(self._backend, extension.load().ShmBackend):
+        if isinstance(self._backend, extension.compiled.ShmBackend):
             states = enumerate(self._backend.states)
             return tuple(rank for rank, state in states if state in ("left", "ended"))
         if not isinstance(self._backend, dist.ProcessGroupGloo):

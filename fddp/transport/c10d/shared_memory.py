@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fddp.native import extension
 from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.liveness.failure import CLOSED, Failure
 from fddp.transport.liveness.interrupts import (
@@ -13,16 +14,13 @@ from fddp.transport.liveness.interrupts import (
 )
 from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.transport.operation import describe
-from fddp.transport.shm.bindings import Status
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from fddp._C import ShmBackend, ShmOperation
     from fddp.transport.operation import Operation
-    from fddp.transport.shm.bindings import ShmBackend, ShmOperation
-
-_OK, _PENDING = int(Status.OK), int(Status.PENDING)
 
 
 class ShmCommunicator(Communicator):
@@ -61,13 +59,15 @@ class ShmCommunicator(Communicator):
         )
 
     def finishes_soon(self, collective: ShmOperation) -> bool:
-        return collective.status_within(CHECK_INTERVAL_S) == _OK
+        return collective.status_within(CHECK_INTERVAL_S) == extension.compiled.SHM_OK
 
     def wait(self, collective: ShmOperation, check_peers: Callable[[], None]) -> None:
-        while (status := collective.status_within(CHECK_INTERVAL_S)) == _PENDING:
+        while (
+            status := collective.status_within(CHECK_INTERVAL_S)
+        ) == extension.compiled.SHM_PENDING:
             check_peers()
-        if status != _OK:
-            raise self._error(Status(status), collective)
+        if status != extension.compiled.SHM_OK:
+            raise self._error(status, collective)
 
     def watch(self, collective: ShmOperation) -> Callable[[], float | None]:
         return lambda: collective.done_s
@@ -84,18 +84,21 @@ class ShmCommunicator(Communicator):
         silent = () if failure is None else failure.silent
         members = [self._ranks.index(rank) for rank in silent if rank in self._ranks]
         if failure is None or not members:
-            self._backend.fail(Status.PEER_FAILED, ())
+            self._backend.fail(extension.compiled.SHM_PEER_FAILED, ())
         else:
-            self._backend.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
+            self._backend.fail(
+                extension.compiled.SHM_TIMEOUT if failure.late else extension.compiled.SHM_LOST,
+                members,
+            )
 
-    def _error(self, status: Status, collective: ShmOperation) -> RuntimeError:
-        if status == Status.MISMATCH:
+    def _error(self, status: int, collective: ShmOperation) -> RuntimeError:
+        if status == extension.compiled.SHM_MISMATCH:
             operations = [
                 f"rank {rank} {self._describe(found)}"
                 for rank, found in zip(self._ranks, collective.descriptors(), strict=True)
             ]
             return OperationMismatchError(_first_mismatch(operations))
-        if status == Status.CLOSED:
+        if status == extension.compiled.SHM_CLOSED:
             return RuntimeError("the communicator was closed")
         failure = self._failure()
         if failure is None:
@@ -106,7 +109,7 @@ class ShmCommunicator(Communicator):
         """Return the failure that ended the group; None if it was reported from outside of it."""
         status, members, _ = self.backend.failure
         ranks = tuple(self._ranks[member] for member in members)
-        if status == Status.TIMEOUT:
+        if status == extension.compiled.SHM_TIMEOUT:
             own = self._ranks[self._place]
             others = tuple(rank for rank in self._ranks if rank not in ranks)
             return Failure(
@@ -115,9 +118,9 @@ class ShmCommunicator(Communicator):
                 silent=tuple(rank for rank in ranks if rank != own),
                 gave_up=others if own in ranks else (),
             )
-        if status == Status.CORRUPT:
+        if status == extension.compiled.SHM_CORRUPT:
             return Failure("what it wrote to shared memory makes no sense", False, ranks)
-        if status == Status.LOST:
+        if status == extension.compiled.SHM_LOST:
             left = any(self.backend.states[member] == "left" for member in members)
             return Failure(CLOSED if left else "its process has ended", False, ranks)
         return None

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +28,16 @@ from torch.distributed import distributed_c10d
 
 from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
+from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
-from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec
-from fddp.transport.c10d.connection import connect
+from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec, PendingWorks
+from fddp.transport.c10d.gloo import GlooCommunicator
 from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
-from fddp.transport.c10d.issued_works import IssuedWorks
+from fddp.transport.c10d.nccl import NcclCommunicator
 from fddp.transport.c10d.peer_monitor import PeerMonitor
+from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
 from fddp.transport.lifetime import threads
@@ -57,12 +60,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fddp._C import ShmOperation
     from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.operation import Operation
-    from fddp.transport.shm.bindings import ShmOperation
     from fddp.transport.shm.host_discovery import HostGroups
 
+_MAX_WORKS = 256  # works remembered before finished ones are removed
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
 
 
@@ -90,7 +94,7 @@ class C10dTransport(Transport):
         self._opened: list[Communicator] = []
         self._memory: HostMemory | None = None
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
-        self._works = IssuedWorks()
+        self._works = _IssuedWorks()
         store = store_of(group)
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
         self.status, board_ranks = status_store.register(group, self.timeout_s)
@@ -237,7 +241,7 @@ class C10dTransport(Transport):
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
-                connected = connect(spec, self._backends)
+                connected = _new_communicators(spec, self._backends)
             except RuntimeError as error:
                 raise self.fail(what, error, ranks) from error
             self._opened += dict.fromkeys(connected.values())
@@ -420,6 +424,38 @@ class _C10dWork(Work):
             raise self._error
 
 
+class _IssuedWorks:
+    """Works in the order of issue, some finished."""
+
+    def __init__(self) -> None:
+        self._works: list[weakref.ref[_C10dWork]] = []
+
+    def add(self, work: _C10dWork) -> None:
+        if len(self._works) == _MAX_WORKS:
+            self._works = [ref for ref in self._works if _is_open(ref)]
+        self._works.append(weakref.ref(work))
+
+    def first_failed(self, failed: _C10dWork) -> tuple[int, str]:
+        """Return position and description of the first failed operation of the same ranks.
+
+        Where ranks diverge, later operations fail only because this one did.
+        """
+        for ref in self._works:
+            work = ref()
+            if work is None or work.communicator is not failed.communicator:
+                continue
+            collective = work.collective
+            has_failed = isinstance(collective, PendingWorks) and not collective.succeeded
+            if has_failed and work.place < failed.place:
+                return work.place, str(work.operation)
+        return failed.place, "" if failed.operation is None else str(failed.operation)
+
+
+def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
+    work = ref()
+    return work is not None and work.collective is not None
+
+
 def _finish(freeing: Sequence[Callable[[], None]]) -> None:
     for finish in freeing:
         finish()
@@ -436,3 +472,53 @@ def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return float(timeout.total_seconds())
+
+
+# Communicators of some ranks, one for each device
+
+
+def _new_communicators(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
+    """Create one communicator for each distinct backend; return them by device type."""
+    names = set(backends.values())
+    if not names <= {"fddp", "gloo", "nccl"}:
+        config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        return dict.fromkeys(backends, _GroupCommunicator(spec, config))
+    by_name: dict[str, Communicator] = {}
+    if "fddp" in names:
+        by_name["fddp"] = _new_fddp_communicator(spec)
+    if "gloo" in names:
+        by_name["gloo"] = GlooCommunicator(spec)
+    if "nccl" in names:
+        by_name["nccl"] = NcclCommunicator(spec)
+    return {device: by_name[backend] for device, backend in backends.items()}
+
+
+def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
+    backend = backend_of(spec.group, torch.device("cpu"))
+    if not isinstance(backend, extension.compiled.ShmBackend):
+        return GlooCommunicator(spec)  # the ranks do not share memory
+    part, _ = connect_with_abort(
+        lambda store: backend.split(store, spec.ranks, spec.timeout_s),
+        spec.store,
+        spec.timeout_s,
+        spec.check_peers,
+    )
+    return ShmCommunicator(part, spec.rank, spec.ranks, of_all_hosts=True)
+
+
+class _GroupCommunicator(Communicator):
+    """Any other backend, through `new_group`, a collective call of all members."""
+
+    def __init__(self, spec: CommunicatorSpec, backend: str) -> None:
+        members = dist.get_process_group_ranks(spec.group)
+        group = dist.new_group(
+            [members[rank] for rank in spec.ranks],
+            timeout=timedelta(seconds=spec.timeout_s),
+            backend=backend,
+            use_local_synchronization=len(spec.ranks) < dist.get_world_size(),
+        )
+        super().__init__(group, spec.rank, spec.ranks)
+
+    def _end(self, backend: Any, *, failed: bool) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(backend)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
-from fddp.transport.shm.bindings import make_arena, view_arena
+from fddp.native import extension
 from fddp.transport.shm.fd_passing import (
     MOST_DESCRIPTORS,
     FdConnection,
@@ -29,7 +29,7 @@ from fddp.transport.shm.fd_passing import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fddp.transport.shm.bindings import Arena, View
+    from fddp._C import ShmArena, ShmView
 
 _SECRET_BYTES = 16
 _MAX_PROBLEM_CHARS = 300
@@ -64,8 +64,8 @@ class HostGroups(NamedTuple):
 
     hosts: tuple[tuple[int, ...], ...]
     problems: dict[int, str]
-    arena: Arena | None
-    views: dict[int, View]
+    arena: ShmArena | None
+    views: dict[int, ShmView]
 
     def share_host(self, ranks: Sequence[int]) -> bool:
         return any(set(ranks) <= set(host) for host in self.hosts)
@@ -185,8 +185,8 @@ class _HostDiscovery:
     """
 
     def __init__(self, rank: int, sockets: ExitStack) -> None:
-        self.arena: Arena | None = None
-        self.views: dict[int, View] = {}
+        self.arena: ShmArena | None = None
+        self.views: dict[int, ShmView] = {}
         self._rank = rank
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._sockets = sockets
@@ -225,7 +225,7 @@ class _HostDiscovery:
         addresses for all of them and no rank is expected to need more than its part.
         """
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.arena = make_arena(memory // len(host))
+        self.arena = extension.compiled.ShmArena(memory // len(host))
         offset = self.arena.allocate_zeroed(_SECRET_BYTES * len(host))
         if offset is None:
             raise OSError("no memory can be reserved for shared pages")
@@ -261,7 +261,7 @@ class _HostDiscovery:
         self._receive_all(host)
         for rank, descriptor in self._files.items():
             span, offset = arenas[rank]
-            self.views[rank] = view_arena(descriptor, span)
+            self.views[rank] = extension.compiled.ShmView(descriptor, span)
             self.views[rank].write(offset + _SECRET_BYTES * host.index(self._rank), self._secret)
 
     def _receive_all(self, host: tuple[int, ...]) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.messages import Schema
 from fddp.core.text import counted
-from fddp.transport.shm.bindings import make_shm_backend
+from fddp.native import extension
 from fddp.transport.shm.host_discovery import StagedExchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fddp.transport.shm.bindings import ShmBackend
+    from fddp._C import ShmBackend
     from fddp.transport.shm.host_discovery import Exchange, HostGroups
 
 _CONTROL_BLOCKS: Schema = [([int], int)]
@@ -88,7 +88,7 @@ def _join(
 ) -> ShmBackend:
     if host_groups.arena is None:
         raise OSError("this rank has no shared memory")
-    return make_shm_backend(
+    return extension.compiled.ShmBackend(
         host_groups.arena,
         [host_groups.views.get(other) for other in ranks],
         ranks.index(rank),

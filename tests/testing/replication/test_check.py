@@ -126,6 +126,16 @@ def test_a_second_mean() -> None:
     assert line_of(step, 1) in str(error)
 
 
+def test_a_mean_of_values_that_were_equal_from_the_start() -> None:
+    def step(params, batch):
+        params = fddp.pmean(params)
+        return descend(params, fddp.pmean(grad(loss_fn)(params, batch)))
+
+    error = error_of(step, (PARAMS,), (BATCH,))
+    assert error.line == line_of(step, 1)
+    assert "equal on all ranks already: the factor is 1, a second mean" in str(error)
+
+
 def test_a_second_sum() -> None:
     def step(params, batch):
         grads = fddp.pmean(grad(loss_fn)(params, batch))
@@ -171,6 +181,18 @@ def test_collectives_that_depend_on_a_number_of_one_rank(step: Callable[..., Any
     assert "ranks would make different collective calls" in str(error)
     if step is _if_small:
         assert f"read at {line_of(step, 2)}" in str(error)
+
+
+def test_decisions_that_no_extreme_input_changes() -> None:
+    def step(params, batch):
+        grads = fddp.pmean(grad(loss_fn)(params, batch))
+        if batch[0][0, 0].sigmoid().item() > 0.9999:
+            fddp.pmean(loss_fn(params, batch))
+        return descend(params, grads)
+
+    error = error_of(step, (PARAMS,), ((-BATCH[0].abs(), BATCH[1]),))
+    assert "ranks would make different collective calls" in str(error)
+    assert f"read at {line_of(step, 2)}" in str(error)
 
 
 def test_numbers_that_are_equal_on_all_ranks_may_decide() -> None:
@@ -293,6 +315,19 @@ def test_values_that_are_equal_by_accident() -> None:
         )
 
     check_replication(zeros, replicated=(torch.zeros(4),), varying=(BATCH,))
+
+
+def test_labels_of_another_rank_are_in_another_order() -> None:
+    """Other values might be no labels."""
+    seen: set[tuple[int, ...]] = set()
+
+    def step(params, labels):
+        seen.add(tuple(labels.tolist()))
+        return params
+
+    check_replication(step, replicated=(PARAMS,), varying=(torch.arange(5),))
+    assert len(seen) == 2
+    assert all(sorted(labels) == [0, 1, 2, 3, 4] for labels in seen)
 
 
 def test_sums_that_are_no_state() -> None:
