@@ -72,6 +72,39 @@ class Step:
         record_time: True to record times, norm and finiteness.
     """
 
+    # State of the step. It ends once: with results, in a failure of all ranks, or broken.
+    life: Life = _OPENED
+    # What the caller's function returned that began the step: the structure of its results.
+    begun: Any = None
+    # Gradients and weight of this rank from `begin` on, for its reports and results.
+    contributions: Contributions = NOTHING
+    # The same, to pack; nothing from a failure of this rank on.
+    source: Contributions = NOTHING
+    # Factor on results, from the report on; that on gradients before the sum is `scale`.
+    after: float = 1.0
+    # True if this rank has input for another step; from the loop over uneven inputs.
+    has_next: bool = True
+    # True to let ranks of weight 0 contribute zeros under a hook that divides by the number of
+    # ranks; the same on all ranks that have input.
+    allow_idle_ranks: bool = False
+    # State of the communication hook by bucket; replaced by the new one in a step that succeeds, so
+    # that a step that fails keeps the old one. () if the hook is stateless.
+    hook_states: Sequence[Any] = ()
+    # Error of this rank, until it is raised, and its text for the others.
+    failure: BaseException | None = None
+    failure_text: str = ""
+    # Error texts of all ranks, once they were exchanged; "" for ranks without one.
+    failures: Sequence[str] = ()
+    # Word of a step in which nothing is unusual, with the report that it leads to; None where
+    # something is.
+    regular: RegularWord | None = None
+    # Sum of the control words, from the moment at which it is read.
+    report: ControlReport | None = None
+    # True once buffers were allocated and sources passed to the executor.
+    is_prepared: bool = False
+    # Non-finite numbers of the step; None if they are propagated.
+    check: FiniteCheck | None = None
+
     def __init__(
         self,
         code: CompiledProgram,
@@ -88,63 +121,23 @@ class Step:
         record_time: bool = False,
     ) -> None:
         self.opened_s = self.begun_s = perf_counter()
-        self.code, self.program = code, code.program
+        self.code = code
+        self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
         self.idle = idle
-        # Call that the control word reports, equal on all ranks that contribute. `begin` clears it
-        # where other ranks may make another call.
+        # Call that the control word reports, equal on all ranks that contribute; cleared where
+        # other ranks may make another call.
         self.method = method
         # Identifies the step in error texts; its checksum in the control word is equal on ranks in
         # the same step of the same plan.
         self.moment = f"{number}{when}"
         self.fingerprint = zlib.crc32(self.moment.encode(), code.seed)
-        # What the caller's function returned that began the step: the structure of its results.
-        self.begun: Any = None
-        # Gradients and weight of this rank from `begin` on, for its reports and results.
-        self.contributions: Contributions = NOTHING
-        # The same, to pack; nothing from a failure of this rank on.
-        self.source: Contributions = NOTHING
-        # Factors on gradients before the sum, and on results after it; `begin` and the report may
-        # set others.
-        self.scale = code.program.scale
-        self.after = 1.0
-        # True if this rank has input for another step; from the loop over uneven inputs.
-        self.has_next = True
-        # True to let ranks of weight 0 contribute zeros under a hook that divides by the number of
-        # ranks; the same on all ranks that have input.
-        self.allow_idle_ranks = False
-        # State of the communication hook by bucket; replaced by the new one in a step that
-        # succeeds, so that a step that fails keeps the old one. () if the hook is stateless.
-        self.hook_states: Sequence[Any] = ()
-        # Error of this rank, until it is raised, and its text for the others.
-        self.failure: BaseException | None = None
-        self.failure_text = ""
-        # Error texts of all ranks, once they were exchanged; "" for ranks without one.
-        self.failures: Sequence[str] = ()
-        # Word of a step in which nothing is unusual, with the report that it leads to; None where
-        # something is.
-        self.regular: RegularWord | None = None
-        # Sum of the control words, from the moment at which it is read.
-        self.report: ControlReport | None = None
-        # State of the step. It ends once: with results, in a failure of all ranks, or broken.
-        self.life = _OPENED
-        self.is_prepared = False
-        # Devices of the buckets, by their label in the plan, from the leaves of this step.
-        self.devices = Devices(cpu=_CPU)
-        # Buffers of late gradients by bucket, returned to the pool with the others.
-        self.repairs: dict[int, Tensor] = {}
-        # What an operation leaves for a later one of the same bucket.
-        self.scratch: dict[Hashable, Tensor] = {}
-        # Sparse buckets that the hook has reduced: this rank's gradients, and the result.
-        self.sparse: dict[int, tuple[list[Tensor | None], Tensor]] = {}
-        # By bucket, the collective that Python has started last, for its times.
-        self.works: dict[int, Any] = {}
-        # Non-finite numbers of the step; None if they are propagated.
-        self.check: FiniteCheck | None = None
+        # Factors on gradients before the sum; `begin` sets others under a raw hook.
+        self.scale = program.scale
         if nonfinite != "propagate":
             hook = None if code.hook is None else code.hook.hook
-            self.check = FiniteCheck(nonfinite, self.program, self.results, hook, recorder)
+            self.check = FiniteCheck(nonfinite, program, self.results, hook, recorder)
         # Runs the list of the program, also from threads of backward. It refers to the step weakly,
         # because hooks of gradients keep it alive.
         self.executor: Executor = extension.compiled.Executor(
@@ -152,7 +145,7 @@ class Step:
             calls,
             code.collectives.native,
             recorder.ring,
-            recorder.number_of(self.program.schedule),
+            recorder.number_of(program.schedule),
             number,
             weakref.ref(self),
             [*idle],
@@ -171,6 +164,31 @@ class Step:
         return HookSums(
             hook, self.program, self.transport, self.number, record_time=self.record_time
         )
+
+    @cached_property
+    def devices(self) -> Devices:
+        """Devices of the buckets, by their label in the plan, from the leaves of this step."""
+        return Devices(cpu=_CPU)
+
+    @cached_property
+    def repairs(self) -> dict[int, Tensor]:
+        """Buffers of late gradients by bucket, returned to the pool with the others."""
+        return {}
+
+    @cached_property
+    def scratch(self) -> dict[Hashable, Tensor]:
+        """What an operation leaves for a later one of the same bucket."""
+        return {}
+
+    @cached_property
+    def sparse(self) -> dict[int, tuple[list[Tensor | None], Tensor]]:
+        """Sparse buckets that the hook has reduced: this rank's gradients, and the result."""
+        return {}
+
+    @cached_property
+    def works(self) -> dict[int, Any]:
+        """By bucket, the collective that Python has started last, for its times."""
+        return {}
 
     @cached_property
     def leaves(self) -> list[Tensor | None]:
@@ -292,7 +310,7 @@ class Step:
             buffer = self.source.aliased_memory(index, self.pool)
             if buffer is not None:
                 return buffer
-        device = self.devices[bucket.device]
+        device = _CPU if self.code.is_native else self.devices[bucket.device]
         spec = index, bucket.buffer_numel, bucket.wire_dtype, device
         try:
             return self.pool.acquire(*spec)
@@ -342,8 +360,9 @@ class Step:
         """Release the buckets, once all collectives are done, and end the step; with an error for
         `raise_failure`, if all ranks have one."""
         self.failure = error
-        for bucket, repair in self.repairs.items():
-            self.pool.release(bucket, repair)
+        if self.report is not None and self.report.late:
+            for bucket, repair in self.repairs.items():
+                self.pool.release(bucket, repair)
         for bucket, buffer in enumerate(self.executor.buffers()):
             if buffer is not None:
                 self.pool.release(bucket, buffer)
