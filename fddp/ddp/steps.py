@@ -98,6 +98,7 @@ _ABORTED = (
     "report that error to all ranks"
 )
 _CLOSED = "the wrapped module was closed"
+_INTERRUPTED = "a step of the wrapped module was interrupted"
 _SKIP_IN_CONTEXT = (
     "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
     "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
@@ -252,7 +253,12 @@ class Steps:
             self._life, actions = advance(self._life, then)
             then = None
             for action in actions:
-                then = self._execute(action)
+                try:
+                    then = self._execute(action)
+                except BaseException:
+                    if not action.startswith("raise"):
+                        self._execute_after("interrupted")
+                    raise
                 if then is not None:  # in place of the further actions
                     break
 
@@ -292,7 +298,8 @@ class Steps:
             case "exchange failures":
                 pass  # by `Engine.finish`
             case "abandon":
-                self.engine.close(_CLOSED)  # no effect where the engine itself has given up
+                # No effect where the engine itself has given up.
+                self.engine.close(_CLOSED if self.is_stopped else _INTERRUPTED)
             case "release":
                 self._release()
             case "raise":

@@ -80,8 +80,6 @@ def finish(step: Step) -> Outcome:
     except StopStepError:
         return _stopped(step)
     except BaseException as error:
-        if not step.is_orderly:
-            step.note("transport failed")
         position = executor.position
         op = None if position < 0 else step.program.schedule.ops[position]
         locate(error, step.program, op, step.number)

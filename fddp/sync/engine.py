@@ -383,6 +383,7 @@ class Engine:
         self.recorder.fail()
         dump_on_failure(error, breaks=True)
         # A collective was left half-done: ranks no longer agree on the next one.
+        step.note("interrupted")
         reason = error_text(error)
         self.transport.publish_step_failure(step.number, type(error).__name__)
         self.transport.abandon(reason)

@@ -29,10 +29,13 @@ OPENING = ("open", "open in context", "open empty", "take part")
 RESULTS: list[Event] = ["reported regular", "reported repair"]
 FAILURES: list[Event] = ["reported failure", "reported desync", "transport failed"]
 ENDS: list[Event] = ["backward ended", "left open", "left unsent"]
+ENDINGS: list[Event] = ["closed", "interrupted", "write failed"]
 ABORTS: list[Event] = ["pass aborted", "pass aborted late"]
 GRADS: list[Event] = ["grad arrived", "context grad arrived"]
 OUTPUTS: list[Event] = ["output reached", "inputs reached"]
-ALWAYS: list[Event] = ["outputs made", "due", "voted", "raised", "finalized", "closed"]
+ALWAYS: list[Event] = [
+    *("outputs made", "due", "voted", "raised", "finalized", "closed", "interrupted"),
+]
 
 
 class World(NamedTuple):
@@ -60,7 +63,7 @@ class World(NamedTuple):
 def possible(world: World) -> list[Event]:
     """Events that may come next."""
     if world.awaits:
-        inside: list[Event] = ["due", "voted", "forward began", "outputs made"]
+        inside: list[Event] = ["due", "voted", "forward began", "outputs made", "interrupted"]
         if world.is_closed:
             return ["transport failed", *inside]
         changed: list[Event] = ["reported change"] if world.life.name == "complete" else []
@@ -99,7 +102,7 @@ def executed(world: World, event: Event, fault: Event | None = None) -> World:
         world = world._replace(is_queued=False)
     life, actions = advance(world.life, event)
     world = world._replace(life=life)
-    if event == "closed":
+    if event in ("closed", "interrupted"):
         assert "abandon" in actions
         world = world._replace(is_closed=True)
     for action in actions:
@@ -140,7 +143,7 @@ def _executed(world: World, event: Event, action: Action) -> World:
         case "exchange failures":
             assert event in ("reported failure", "reported desync")
         case "abandon":
-            assert event in ("transport failed", "closed")
+            assert event in ("transport failed", "closed", "interrupted")
         case "write":
             assert event in RESULTS
             assert world.is_saved
@@ -151,9 +154,9 @@ def _executed(world: World, event: Event, action: Action) -> World:
             return world._replace(is_saved=False)
         case "release":
             # A step that was opened has ended, and its gradients are the mean or those from before.
-            assert not world.step or event in (*RESULTS, *FAILURES, "closed", "write failed")
+            assert not world.step or event in (*RESULTS, *FAILURES, *ENDINGS)
             assert not (world.step and world.is_saved)
-            return world._replace(step="", is_saved=False, has_failed=False)
+            return world._replace(step="", is_saved=False, has_failed=False, awaits=False)
         case "raise":
             assert not world.step
     return world
@@ -312,6 +315,10 @@ gradients left out of a step
   left open         -> suspended: save, open, arm, send
   left out          -> dropping: await report
   reported regular  -> ended: restore, release
+interrupted
+  output reached    -> reached: queue end
+  grad arrived      -> open: save, open, arm
+  interrupted       -> broken: forget end, abandon, restore, release
 closed after an aborted pass
   output reached    -> reached: queue end
   pass aborted      -> owed

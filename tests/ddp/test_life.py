@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.core.protocol.lifecycle import BETWEEN, Event, Life, advance
+from fddp.ddp.parameters import HookedParameters
 from fddp.runtime.step import Step
 from tests.support.groups import init_rpc
 from tests.support.ranks import run_fresh
@@ -205,6 +207,43 @@ def test_runs_of_a_wrapped_module(program: Program, first: list[str], second: li
         assert all(events.count("reported change") == 1 for events in traces)
 
 
+def test_an_interrupted_action_closes_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other ranks would wait, and the next event would find a step half done."""
+    used_names = HookedParameters.used_names
+    interrupted: list[int] = []
+
+    def interrupt(self: HookedParameters) -> frozenset[str]:
+        if threading.get_ident() in interrupted:
+            raise KeyboardInterrupt
+        return used_names(self)
+
+    monkeypatch.setattr(HookedParameters, "used_names", interrupt)
+
+    def run(group: Any) -> list[str]:
+        ddp = DDP(net(), process_group=group)
+        plain(ddp, group.rank)
+        ddp.steps.trace = events = []
+        if group.rank == 1:
+            interrupted.append(threading.get_ident())
+        ends = []
+        for _ in range(2):
+            ddp.zero_grad()
+            try:
+                ddp(batch(group.rank)).square().mean().backward()
+            except BaseException as error:
+                ends.append(f"{type(error).__name__}: {error}")
+            interrupted.clear()
+            assert {param.grad is None for param in ddp.parameters()} == {len(ends) == 1}
+        assert "broken" in states(["outputs made", *events])
+        return ends
+
+    first, second = fddp.loopback(2, run)
+    assert first[0].startswith("RankLostError: ")
+    assert second[0] == "KeyboardInterrupt: "
+    text = "ClosedError: this DistributedDataParallel is closed (a step of the wrapped module was "
+    assert second[1].startswith(f"{text}interrupted); ")
+
+
 def in_contexts(rank: int, world_size: int, shared_file: str) -> list[list[Event]]:
     init_rpc(rank, shared_file)
     found = []
@@ -232,23 +271,16 @@ def test_runs_in_contexts_of_distributed_autograd(tmp_path: Path) -> None:
 # Functional steps
 
 
-@contextlib.contextmanager
-def traced(patch: pytest.MonkeyPatch) -> Iterator[dict[Step, list[Event]]]:
-    """The events of each functional step."""
+def test_runs_of_functional_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"a": torch.ones(WIDTH), "b": torch.ones(2)}
     traces: dict[Step, list[Event]] = {}
     note = Step.note
 
-    def noted(step: Step, event: Event) -> None:
-        traces.setdefault(step, ["opened"]).append(event)
-        note(step, event)
+    def noted(self: Step, event: Event) -> None:
+        traces.setdefault(self, ["opened"]).append(event)
+        note(self, event)
 
-    with patch.context() as within:
-        within.setattr(Step, "note", noted)
-        yield traces
-
-
-def test_runs_of_functional_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = {"a": torch.ones(WIDTH), "b": torch.ones(2)}
+    monkeypatch.setattr(Step, "note", noted)
 
     def run(group: Any) -> None:
         with fddp.GradSync(params, group=group) as sync:
@@ -264,10 +296,8 @@ def test_runs_of_functional_steps(monkeypatch: pytest.MonkeyPatch) -> None:
                 with contextlib.suppress(fddp.RankLostError):
                     step(params)
 
-    with traced(monkeypatch) as traces:
-        fddp.loopback(2, run)
-    found = {tuple(dict.fromkeys(states(events))) for events in traces.values()}
-    assert found == {
+    fddp.loopback(2, run)
+    assert {tuple(dict.fromkeys(states(events))) for events in traces.values()} == {
         ("open", "armed", "complete", "ended"),
         ("open", "complete", "ended"),
         ("open", "complete", "failed"),

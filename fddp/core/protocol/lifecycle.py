@@ -76,6 +76,7 @@ Event = Literal[
     "open failed",
     "failed",
     "write failed",
+    "interrupted",  # An action did not end. Ranks may no longer agree on the next collective.
     "transport failed",
     "reported regular",
     "reported repair",
@@ -232,13 +233,22 @@ def _awaiting(name: State, gives: Actions, restores: Actions) -> _Rows:
     }
 
 
+def _interrupted(name: State) -> _Row:
+    if name in BETWEEN:
+        return "broken", ("abandon",)
+    ends: Actions = ("forget end",) if name in RUNNING else ()
+    restores: Actions = ("restore",) if name in _SAVED else ()
+    return "broken", (*ends, "abandon", *restores, "release")
+
+
+_SAVED: frozenset[State] = SUSPENDED | {"deferred", "unopened", "open", "complete", "dropping"}
 _EXPECTS: Mapping[Event, bool] = {
     "outputs made": True,
     "forward began": False,
     "raised": False,
     "left out": False,
 }
-_TABLE: Mapping[State, _Rows] = {
+_ROWS: Mapping[State, _Rows] = {
     **{name: _between(name) for name in BETWEEN},
     "touched": {
         **_running("touched"),
@@ -310,6 +320,9 @@ _TABLE: Mapping[State, _Rows] = {
     },
     "failing": {**_awaiting("failing", (), ()), "open failed": ("idle", ("release", "raise"))},
     "joining": {**_awaiting("joining", (), ()), "open failed": ("idle", ("release", "raise"))},
+}
+_TABLE: Mapping[State, _Rows] = {
+    name: {**rows, "interrupted": _interrupted(name)} for name, rows in _ROWS.items()
 }
 
 
