@@ -69,11 +69,12 @@ def finish(step: Step) -> Outcome:
         if not step.is_prepared:
             step.prepare()
         executor.run(Phase.FREE)
-        if executor.gives_views:
+        gives_views = executor.gives_views
+        if gives_views:
             step.take_views()
         report = step.report
         assert report is not None
-        if not executor.gives_views or 0 in report.users:
+        if not gives_views or 0 in report.users:
             step.results.finish(report.used, step.contributions)
         if step.check is not None:
             step.check.check_results(step.transport, step.number)

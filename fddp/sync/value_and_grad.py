@@ -154,15 +154,21 @@ class ValueAndGrad:
         earlier = None if accumulated is None else _earlier(accumulated, program)
         if _has_exhausted(args, kwargs):
             contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
-            _begin(step, contributions, params, sums)
-            _add(sums, contributions)
+            if sums is None:
+                step.begin(contributions, params)
+            else:
+                _begin_virtual(step, contributions, params, sums)
+                _add(sums, contributions)
             now_s = time.perf_counter()
             return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
         leaves = extension.compiled.LeafSet(_differentiated(params, program.differentiated))
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
-        _begin(step, contributions, params, sums)
+        if sums is None:
+            step.begin(contributions, params)
+        else:
+            _begin_virtual(step, contributions, params, sums)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with differentiated():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
@@ -170,7 +176,8 @@ class ValueAndGrad:
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:
             self._backward(step, contributions, leaves, loss)
-        _add(sums, contributions)
+        if sums is not None:
+            _add(sums, contributions)
         end_s = time.perf_counter()
         if self._has_aux:
             aux = map_leaves(_detached, aux)
@@ -240,23 +247,21 @@ class ValueAndGrad:
         return loss, aux
 
 
-def _begin(
+def _begin_virtual(
     step: Step,
     contributions: BackwardContributions,
     params: Sequence[Tensor | None],
-    sums: VirtualSums | None,
+    sums: VirtualSums,
 ) -> None:
-    """Set the contributions of a step, unless they are of a virtual rank before the last."""
-    if sums is None:
-        step.begin(contributions, params)
-    elif sums.missing:
+    """Begin a step with the last virtual rank, or note the devices of an earlier one."""
+    if sums.missing:
         step.note_devices(params)
     else:
         step.begin(RowsContributions(sums, contributions), params)
 
 
-def _add(sums: VirtualSums | None, contributions: BackwardContributions) -> None:
-    if sums is not None and sums.missing:
+def _add(sums: VirtualSums, contributions: BackwardContributions) -> None:
+    if sums.missing:
         sums.add(contributions)
 
 
