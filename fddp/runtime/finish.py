@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 def send(step: Step) -> None:
     """Send all buckets and the control word as far as that does not wait for other ranks; the
-    contributions are complete. A further call sends more. Never raises: `finish` does.
+    contributions are complete. A further call sends more. Errors of operations are raised by
+    `finish`.
 
     For callers that do something else before `finish`: the wrapper and `GradSync.start`. With a
     hook, the rest is left to `finish`: the control word has to report whether the hook fails.
@@ -68,18 +69,19 @@ def finish(step: Step) -> Outcome:
     try:
         if not step.is_prepared:
             step.prepare()
-        executor.run(Phase.FREE)
-        gives_views = executor.gives_views
-        if gives_views:
-            step.take_views()
-        report = step.report
-        assert report is not None
-        if not gives_views or 0 in report.users:
-            step.results.finish(report.used, step.contributions)
-        if step.check is not None:
-            step.check.check_results(step.transport, step.number)
-    except StopStepError:
-        return _stopped(step)
+        try:
+            executor.run(Phase.FREE)
+            gives_views = executor.gives_views
+            if gives_views:
+                step.take_views()
+            report = step.report
+            assert report is not None
+            if not gives_views or 0 in report.users:
+                step.results.finish(report.used, step.contributions)
+            if step.check is not None:
+                step.check.check_results(step.transport, step.number)
+        except StopStepError:
+            return _stopped(step)
     except BaseException as error:
         position = executor.position
         op = None if position < 0 else step.program.schedule.ops[position]

@@ -74,7 +74,7 @@ class Step:
 
     # State of the step. It ends once: with results, in a failure of all ranks, or broken.
     life: Life = _OPENED
-    # What the caller's function returned that began the step: the structure of its results.
+    # What the caller's function returned that began the step, for its results.
     begun: Any = None
     # Gradients and weight of this rank from `begin` on, for its reports and results.
     contributions: Contributions = NOTHING
@@ -336,7 +336,7 @@ class Step:
             error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
 
     def leave_regular(self) -> None:
-        """Send another control word than the regular one."""
+        """Note that this rank sends another control word than the regular one."""
         self.regular = None
 
     def take_report(self, report: ControlReport, after: float = 1.0) -> None:

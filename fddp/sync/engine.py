@@ -100,7 +100,7 @@ class Engine:
         self.timeout_s = request.timeout_s
         # Number of the next step; one more than that of the last successful step, 0 before.
         self.step = self.finished = 0
-        # True if the last step ended with an error, on all ranks.
+        # True during a step, and from one that ended with an error on.
         self.last_failed = False
         # Steps that were opened and have not ended, by number: several, because a loss function may
         # take steps itself.
@@ -209,7 +209,9 @@ class Engine:
 
     def at(self) -> tuple[int, str]:
         """Number of the running or else the next step, and its phase."""
-        step = next((step() for step in reversed(self._running.values())), None)
+        # A copy: other threads open and end steps meanwhile.
+        found = [step() for step in [*self._running.values()]]
+        step = next((step for step in reversed(found) if step is not None), None)
         if self.is_closed:
             return self.step, "closed"
         if step is None or step.phase == "between steps":
@@ -256,8 +258,8 @@ class Engine:
 
         Args:
             method: the call that takes the step, on all ranks that contribute.
-            begin: passes this rank's contribution to the step; its result is `Outcome.begun`. An
-                error fails the step on this rank, and is raised once all ranks know.
+            begin: passes this rank's contribution to the step; `Outcome.step.begun` is its result.
+                An error fails the step on this rank, and is raised once all ranks know.
             with_stats: True if times, norm and finiteness are wanted.
             when: text that must be the same on all ranks, beside the number of the step.
 
@@ -348,6 +350,7 @@ class Engine:
         try:
             if self.closed_by:  # during the step, perhaps by the very error
                 step.raise_failure()
+                raise ClosedError(self.closed_text)
             if is_transformed():
                 with outside_transforms():
                     outcome = finish_step(step)

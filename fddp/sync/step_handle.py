@@ -69,7 +69,10 @@ class StepHandle:
         Raises:
             TreeMismatchError: what was passed does not fit the plan.
             TransformError: a `torch.func` transform or a tracer was active at the start.
+            WeightError, NonFiniteError: as of a call.
             PeerError: another rank raised one of these.
+            DesyncError: ranks are at different steps.
+            ClosedError: the `GradSync` was closed before the step could end.
             RankLostError, SyncTimeoutError: a rank was lost, or did not start the step.
         """
         self._finish()

@@ -26,13 +26,21 @@ METADATA = {
 def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a run in `folder`; an error in any cell is raised."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook,
-        timeout=600,
-        startup_timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
-    ).execute(env=os.environ | {"PYTHONWARNINGS": SLOW_LEGEND})
+    for is_last in (False, True):
+        client = NotebookClient(
+            notebook,
+            timeout=600,
+            startup_timeout=150,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder)}},
+        )
+        try:
+            client.execute(env=os.environ | {"PYTHONWARNINGS": SLOW_LEGEND})
+            break
+        except RuntimeError as error:
+            # Another process took a port between its choice and the start of the kernel.
+            if is_last or "Kernel didn't respond" not in str(error):
+                raise
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})

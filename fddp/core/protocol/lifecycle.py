@@ -34,7 +34,7 @@ State = Literal[
     "deferred",  # Gradients arrive in a context of distributed autograd. The end opens the step.
     "unopened",  # The step could not be opened. The end raises the error.
     "open",  # The step takes gradients. Also of a functional step.
-    "armed",  # A functional step takes the gradients of its graph.
+    "armed",  # One synchronisation takes the gradients of a graph.
     # The pass has ended, and `finalize` will close the step.
     "suspended",
     "suspended in context",  # As "deferred".
@@ -228,6 +228,7 @@ def _awaiting(name: State, gives: Actions, restores: Actions) -> _Rows:
         "reported desync": failed,
         "transport failed": ("broken", ("abandon", *restores, "release", "raise")),
         "failed": (name, ("fail",)),
+        "closed": (name, ("abandon",)),  # by a signal handler, or a communication hook
         # A communication hook of the user may call the module.
         **dict.fromkeys(("forward began", "outputs made", "due", "voted"), None),
     }

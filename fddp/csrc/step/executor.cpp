@@ -173,6 +173,7 @@ void Executor::advance(Phase phase) {
       // Moved first: a gradient that arrives meanwhile must not repeat the instruction.
       execute(static_cast<int64_t>(cursor_++));
     }
+    if (phase == Phase::kFree && !has_report_) read_report();
     position_ = -1;
   } catch (...) {
     error_ = std::current_exception();

@@ -7,7 +7,7 @@
 // operation that needs the report, it awaits the sum of the control words; from then on guards decide
 // which operations run. A regular control word, that of a rank which contributes all gradients with
 // weight 1, is written and compared here, and a sum of regular words is a report without repairs. All
-// else that is not native is a function of Python, see `StepCalls` in native/executor.py.
+// else that is not native is a function of Python, see `StepCalls` in fddp/_C.pyi.
 
 #pragma once
 
@@ -87,7 +87,7 @@ struct StepProgram {
   int64_t limbs;         // elements of the fingerprint
 };
 
-// Functions of Python that run what is not native, see `StepCalls` in native/executor.py.
+// Functions of Python that run what is not native, see `StepCalls` in fddp/_C.pyi.
 struct StepCalls {
   pybind11::object run;
   pybind11::object fail_pack;
