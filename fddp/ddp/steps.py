@@ -803,5 +803,5 @@ class Steps:
 
 @cache  # lives are few
 def _followed(life: Life) -> tuple[bool, bool]:
-    """What `BackwardWatch.follow` takes."""
+    """Arguments of `BackwardWatch.follow`."""
     return life.awaits_gradients, life.takes_outputs

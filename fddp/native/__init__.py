@@ -1,1 +1,1 @@
-"""What Python adds to the compiled extension."""
+"""Python parts of the compiled extension."""

@@ -177,7 +177,7 @@ class Step:
 
     @cached_property
     def scratch(self) -> dict[Hashable, Tensor]:
-        """What an operation leaves for a later one of the same bucket."""
+        """Memory that an operation leaves for a later one of the same bucket."""
         return {}
 
     @cached_property

@@ -52,7 +52,7 @@ _MAX_FAILURE_CHARS = 500
 
 @dataclass(frozen=True)
 class Setup:
-    """What steps run: replaced as a whole by a new plan or hook.
+    """Programs of an engine, replaced as a whole by a new plan or hook.
 
     Attributes:
         schedule: the agreed schedule. With a hook, the program's has a separate control word and
