@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.core.schedule.schedule import summands
 from fddp.errors import InternalError
 from fddp.native import extension
@@ -117,7 +117,7 @@ def _stopped(step: Step) -> Outcome:
 def write_word(step: Step) -> Tensor | None:
     """Return this rank's control word, in the memory that is reduced; None for the regular one."""
     if step.record_time:
-        step.log.append((step.contributions.arrived(), Action("control")))
+        step.log.append((step.contributions.arrived(), TraceAction("control")))
     if step.regular is not None:
         if step.source.is_complete() and not step.executor.may_overflow:
             return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.core.schedule.op import Op
 from fddp.errors import InternalError
 from fddp.runtime.contributions import NOTHING, Contributions
@@ -234,9 +234,9 @@ def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
 def _log_packed(step: Step, op: Op) -> None:
     """Add a packed bucket to the step's trace."""
     if op.when != "always":
-        step.log.append((step.contributions.arrived(), Action("repair", op.bucket)))
+        step.log.append((step.contributions.arrived(), TraceAction("repair", op.bucket)))
     elif op.region.start == 0:
-        step.log.append((step.contributions.arrived(), Action("launch", op.bucket)))
+        step.log.append((step.contributions.arrived(), TraceAction("launch", op.bucket)))
 
 
 def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:

@@ -30,7 +30,7 @@ from torch import Tensor
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.core.protocol.lifecycle import Event, Life, advance
 from fddp.errors import FddpError, error_text
 from fddp.native import extension
@@ -196,7 +196,7 @@ class Step:
         return [None] * len(self.program.plan.leaves)
 
     @cached_property
-    def log(self) -> list[tuple[int, Action]]:
+    def log(self) -> list[tuple[int, TraceAction]]:
         """Actions, each with the number of gradients that had arrived; empty unless
         `record_time`."""
         return []
@@ -372,7 +372,7 @@ class Step:
         self.contributions.release()
         self.note(event)
         if self.record_time:
-            self.log.append((self.contributions.arrived(), Action("finish")))
+            self.log.append((self.contributions.arrived(), TraceAction("finish")))
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
 from fddp.runtime.hook_sums import HookSums, StageWork
@@ -68,7 +68,7 @@ def _trace(step: Step) -> Trace:
     contributions, program = step.contributions.backward, step.program
     if contributions is None or not contributions.expected:
         return Trace((), (), (), ())
-    events: list[int | Action] = []
+    events: list[int | TraceAction] = []
     arrivals = contributions.leaf_set.arrivals() if contributions.leaf_set else []
     logged = 0
     for count, action in step.log:

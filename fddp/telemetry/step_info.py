@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.core.tables import html_table
 from fddp.core.text import counted
 from fddp.core.timeline import StepTimes
@@ -20,13 +20,13 @@ class Trace:
         sequence: buckets in launch order.
         bucket_of: for each differentiated leaf its bucket, or -1.
         expected: for each differentiated leaf, the number of gradients waited for.
-        events: index of a leaf for the arrival of its gradient, or an `Action` of the runtime.
+        events: index of a leaf for the arrival of its gradient, or a `TraceAction`.
     """
 
     sequence: tuple[int, ...]
     bucket_of: tuple[int, ...]
     expected: tuple[int, ...]
-    events: tuple[int | Action, ...]
+    events: tuple[int | TraceAction, ...]
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
-from fddp.core.protocol.launch import Action, may_launch, replay
+from fddp.core.protocol.launch import TraceAction, may_launch, replay
 from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from tests.support.schedules import built
@@ -40,12 +40,12 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_all_ranks_act_in_the_order_of_the_schedule(case: Case) -> None:
-    expected = [Action("launch", bucket) for bucket in case.schedule.sequence]
+    expected = [TraceAction("launch", bucket) for bucket in case.schedule.sequence]
     for arrivals, counts in zip(case.arrivals, case.expected, strict=True):
         events = replay(case.schedule, arrivals, counts).events
         assert [event for event in events if isinstance(event, int)] == arrivals
-        actions = [event for event in events if isinstance(event, Action)]
-        assert actions.count(Action("control")) == 1
+        actions = [event for event in events if isinstance(event, TraceAction)]
+        assert actions.count(TraceAction("control")) == 1
         assert [action for action in actions if action.kind == "launch"] == expected
 
 
@@ -68,7 +68,7 @@ def test_a_bucket_is_launched_as_soon_as_it_is_complete(case: Case) -> None:
             elif any(isinstance(after, int) for after in events[position:]):
                 assert is_complete
                 assert launched < len(sequence) - 1
-            launched += isinstance(event, Action) and event.kind == "launch"
+            launched += isinstance(event, TraceAction) and event.kind == "launch"
         assert late == seen
 
 

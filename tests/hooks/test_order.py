@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
-from fddp.core.protocol.launch import Action
+from fddp.core.protocol.launch import TraceAction
 from fddp.hooks import (
     AllReduce,
     Bucket,
@@ -100,7 +100,7 @@ def test_stages_run_during_backward(stages: int) -> None:
         expected += [(b, LAYERS - b + done) for b in range(LAYERS) if LAYERS - b + done < stages]
     assert log == expected
     # The trace has the same: bucket 0 is on its way before the last gradient comes.
-    assert events.index(Action("launch", 0)) < events.index(0)
+    assert events.index(TraceAction("launch", 0)) < events.index(0)
 
 
 def test_backward_does_not_wait_for_a_stage() -> None:

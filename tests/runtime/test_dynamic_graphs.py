@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fddp
-from fddp.core.protocol.launch import Action, replay
+from fddp.core.protocol.launch import TraceAction, replay
 from tests.support.backward_calls import call_in_backward
 from tests.support.branches import (
     LEAVES,
@@ -101,7 +101,7 @@ def test_the_trace_is_that_of_the_launch_rule(steps: list[list[Branch]]) -> None
     world_size = len(steps[0])
     runs = fddp.loopback(world_size, infos_of_branches, steps)
     for number in range(len(steps)):
-        repairs = [Action("repair", bucket) for bucket in runs[0][number][1].repaired]
+        repairs = [TraceAction("repair", bucket) for bucket in runs[0][number][1].repaired]
         late = set[int]()
         traces = []
         for schedule, info in (run[number] for run in runs):
@@ -111,9 +111,9 @@ def test_the_trace_is_that_of_the_launch_rule(steps: list[list[Branch]]) -> None
             arrivals = [event for event in trace.events if isinstance(event, int)]
             replayed = replay(schedule, arrivals, trace.expected)
             late |= replayed.late
-            assert list(trace.events) == [*replayed.events, *repairs, Action("finish")]
+            assert list(trace.events) == [*replayed.events, *repairs, TraceAction("finish")]
         assert late == {repair.bucket for repair in repairs}
-        collectives = [[e for e in trace.events if isinstance(e, Action)] for trace in traces]
+        collectives = [[e for e in trace.events if isinstance(e, TraceAction)] for trace in traces]
         assert all(actions == collectives[0] for actions in collectives)
 
 
@@ -134,7 +134,7 @@ def test_first_bucket_is_launched_before_the_last_gradient_exists(used: int) -> 
         assert info.unused == (("w5",) if used < LEAVES else ())
         events = info.trace.events
         last_arrival = max(i for i, event in enumerate(events) if isinstance(event, int))
-        assert events.index(Action("launch", info.trace.sequence[0])) < last_arrival
+        assert events.index(TraceAction("launch", info.trace.sequence[0])) < last_arrival
 
 
 def test_nested_calls_are_right() -> None:

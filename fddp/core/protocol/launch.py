@@ -62,8 +62,8 @@ def may_launch(
     return all(dep in done for dep in op.deps if is_collective(schedule.ops[dep]))
 
 
-class Action(NamedTuple):
-    """Action of the runtime.
+class TraceAction(NamedTuple):
+    """Action of the runtime, in the trace of a step.
 
     Attributes:
         kind: "launch" a bucket, send the "control" word, "repair" a late bucket, or "finish".
@@ -82,7 +82,7 @@ class Backward(NamedTuple):
         late: buckets with a gradient that arrived after their launch.
     """
 
-    events: tuple[int | Action, ...]
+    events: tuple[int | TraceAction, ...]
     late: frozenset[int]
 
 
@@ -108,7 +108,7 @@ def replay(schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int])
     missing = list(expected)
     incomplete = Counter(b for leaf, b in bucket_of.items() if missing[leaf] > 0)
     ready = {bucket for bucket in schedule.sequence if not incomplete[bucket]}
-    events: list[int | Action] = []
+    events: list[int | TraceAction] = []
     launched: set[int] = set()
     late: set[int] = set()
     position = 0
@@ -120,10 +120,10 @@ def replay(schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int])
         ):
             op = schedule.ops[position]
             if op.kind == "control":
-                events.append(Action("control"))
+                events.append(TraceAction("control"))
             elif op.kind == "pack" and op.bucket not in launched:
                 launched.add(op.bucket)
-                events.append(Action("launch", op.bucket))
+                events.append(TraceAction("launch", op.bucket))
             position += 1
 
     advance("backward")
