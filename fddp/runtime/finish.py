@@ -201,7 +201,7 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
 
 
 @cache
-def calls() -> StepCalls:
+def executor_calls() -> StepCalls:
     """Return the functions of Python for the executor of a step."""
     made: StepCalls = extension.compiled.StepCalls(
         operations.run, operations.fail_pack, write_word, read_report

@@ -65,7 +65,7 @@ class Step:
         recorder: flight recorder of the operations.
         number: number of the step.
         method: the call that opens it.
-        when: text that must be the same on all ranks, beside the number.
+        label: text that must be the same on all ranks, beside the number.
         idle: buckets that are left out because no rank used them in the step before; a gradient for
             one makes it late. The same on all ranks.
         nonfinite: policy for non-finite numbers.
@@ -74,8 +74,8 @@ class Step:
 
     # State of the step. It ends once: with results, in a failure of all ranks, or broken.
     life: Life = _OPENED
-    # What the caller's function returned that began the step, for its results.
-    begun: Any = None
+    # Result of the caller's function that began the step, see `Engine.run`.
+    begin_result: Any = None
     # Gradients and weight of this rank from `begin` on, for its reports and results.
     contributions: Contributions = NOTHING
     # The same, to pack; nothing from a failure of this rank on.
@@ -115,7 +115,7 @@ class Step:
         number: int,
         method: Method,
         *,
-        when: str = "",
+        label: str = "",
         idle: frozenset[int] = frozenset(),
         nonfinite: Policy = "propagate",
         record_time: bool = False,
@@ -131,7 +131,7 @@ class Step:
         self.method = method
         # Identifies the step in error texts; its checksum in the control word is equal on ranks in
         # the same step of the same plan.
-        self.moment = f"{number}{when}"
+        self.moment = f"{number}{label}"
         self.fingerprint = zlib.crc32(self.moment.encode(), code.seed)
         # Factors on gradients before the sum; `begin` sets others under a raw hook.
         self.scale = program.scale

@@ -168,7 +168,7 @@ def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> li
     _timed(engine, call)
     seen: list[list[float]] = []
     for _ in range(steps):
-        with engine.watched() as taken:
+        with engine.collect_steps() as taken:
             start_s, _took_s = _timed(engine, call)
         ready_s = ready_times_s(taken[-1])
         seen.append([ready_s[leaf] - start_s for leaf in plan.reduced])

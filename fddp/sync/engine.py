@@ -34,7 +34,7 @@ from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.donation import donate
-from fddp.runtime.finish import calls
+from fddp.runtime.finish import executor_calls
 from fddp.runtime.finish import finish as finish_step
 from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.inputs import is_transformed, outside_transforms
@@ -129,7 +129,7 @@ class Engine:
         # True if another engine replaces this one.
         self.superseded = False
         # Steps that succeed, while somebody collects them.
-        self._watch: list[Step] | None = None
+        self._collected: list[Step] | None = None
         self.recorder = Recorder("GradSync", self, self.transport)
         # Weak, as the engine must not keep a group from being freed.
         self._group = weakref.ref(resolve(group))
@@ -252,21 +252,22 @@ class Engine:
         begin: Callable[[Step], Any],
         *,
         with_stats: bool = False,
-        when: str = "",
+        label: str = "",
     ) -> Outcome:
         """Run a step, from its opening to its outcome; its halves are `start` and `finish`.
 
         Args:
             method: the call that takes the step, on all ranks that contribute.
-            begin: passes this rank's contribution to the step; `Outcome.step.begun` is its result.
-                An error fails the step on this rank, and is raised once all ranks know.
+            begin: passes this rank's contribution to the step, by `Step.begin`. Its result is
+                kept as `Outcome.step.begin_result`. An error fails the step on this rank, and is
+                raised once all ranks know.
             with_stats: True if times, norm and finiteness are wanted.
-            when: text that must be the same on all ranks, beside the number of the step.
+            label: text that must be the same on all ranks, beside the number of the step.
 
         Raises:
             Exception: as `open` and `finish`.
         """
-        return self.finish(self.start(method, begin, with_stats=with_stats, when=when))
+        return self.finish(self.start(method, begin, with_stats=with_stats, label=label))
 
     def start(
         self,
@@ -274,17 +275,17 @@ class Engine:
         begin: Callable[[Step], Any],
         *,
         with_stats: bool = False,
-        when: str = "",
+        label: str = "",
     ) -> Step:
         """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
-        step = self.open(method, with_stats=with_stats, when=when)
+        step = self.open(method, with_stats=with_stats, label=label)
         try:
-            step.begun = begin(step)
+            step.begin_result = begin(step)
         except BaseException as error:
             self.fail(step, error)
         return step
 
-    def open(self, method: Method, *, with_stats: bool = False, when: str = "") -> Step:
+    def open(self, method: Method, *, with_stats: bool = False, label: str = "") -> Step:
         """Open the next step. `begin` of it, or `fail`, and `finish` follow.
 
         Raises:
@@ -314,13 +315,13 @@ class Engine:
                 raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {problem}")
         step = Step(
             code,
-            calls(),
+            executor_calls(),
             self.transport,
             self._pool,
             self.recorder,
             self.step,
             method,
-            when=when,
+            label=label,
             idle=idle,
             nonfinite=nonfinite,
             record_time=with_stats,
@@ -365,8 +366,8 @@ class Engine:
         self.finished = self.step
         if self.hook_states is not None:
             self.hook_states = tuple(step.hook_states)
-        if self._watch is not None:
-            self._watch.append(step)
+        if self._collected is not None:
+            self._collected.append(step)
         report, program = outcome.report, step.program
         if self.round is not None:
             self._note_inputs(self.round, step, report)
@@ -504,14 +505,14 @@ class Engine:
     # The end
 
     @contextmanager
-    def watched(self) -> Iterator[list[Step]]:
+    def collect_steps(self) -> Iterator[list[Step]]:
         """Collect the steps that succeed in the block."""
         steps: list[Step] = []
-        self._watch = steps
+        self._collected = steps
         try:
             yield steps
         finally:
-            self._watch = None
+            self._collected = None
 
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""

@@ -88,7 +88,7 @@ class StepHandle:
             return
         self._engine.in_flight = None
         try:
-            self._results = step.begun, self._engine.finish(step).leaves
+            self._results = step.begin_result, self._engine.finish(step).leaves
             self.state = tuple(step.hook_states)
         except BaseException as error:
             self._error = error
@@ -111,7 +111,7 @@ def start_step(
     """
     engine.finish_in_flight()
     is_within_step = engine.is_in_step
-    handle = StepHandle(engine, engine.start(method, begin, when=label))
+    handle = StepHandle(engine, engine.start(method, begin, label=label))
     with outside_transforms():
         handle.advance()
     if is_within_step:

@@ -201,7 +201,7 @@ class TreeSync:
         """
         self._check_gather(shards)
         outcome = self._engine.run(Method.ALL_GATHER, partial(begin_shards, shards=shards))
-        return outcome.step.begun.unflatten(outcome.leaves)
+        return outcome.step.begin_result.unflatten(outcome.leaves)
 
     @entrance
     @untraced(INSTEAD_IN_A_GRAPH)

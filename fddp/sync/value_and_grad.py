@@ -126,7 +126,7 @@ class ValueAndGrad:
                     return self._compute(step, args, kwargs, accumulated)
 
         outcome = self._engine.run(Method.VALUE_AND_GRAD, begin, with_stats=self._with_info)
-        computed: Computed = outcome.step.begun
+        computed: Computed = outcome.step.begin_result
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
         states = () if hook_state is None else (outcome.step.hook_states,)

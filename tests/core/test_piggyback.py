@@ -52,7 +52,10 @@ def test_piggybacked_word_equals_a_separate_word(weights: list[float], dtype: to
     def run(group: Any) -> Any:
         reports = []
         for schedule in (made, with_separate_word(made)):
-            with fddp.GradSync(schedule, group=group) as sync, sync._engine.watched() as sessions:
+            with (
+                fddp.GradSync(schedule, group=group) as sync,
+                sync._engine.collect_steps() as sessions,
+            ):
                 grads = {"a": torch.ones(3, dtype=dtype), "b": None}
                 try:
                     sync(grads, weight=weights[group.rank])
