@@ -92,7 +92,8 @@ class Bucket:
 
 
 class AllReduce(ABC):
-    """Collectives of a hook, in the group of ranks that reduce its bucket.
+    """Collectives of a hook, in the group of ranks that reduce its bucket: a call is a sum, and the
+    methods are the others.
 
     All ranks must start the same collectives, of the same sizes and dtypes, in the same order.
 
@@ -181,7 +182,9 @@ class Hook(ABC, Generic[S]):
     def stages(self) -> int:
         """The most collectives of a bucket that `apply` starts one after the other, with
         `Future.then`. The stages of all buckets are interleaved, so that they overlap. Further
-        ones, which are not declared, start when the result is needed."""
+        ones, which are not declared, start when the result is needed. An error in a stage that
+        follows the control word, as the last bucket's second one does, can't be reported in it, and
+        closes the `GradSync`."""
         return 1
 
     @property

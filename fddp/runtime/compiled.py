@@ -133,7 +133,7 @@ class CompiledProgram:
         elif op.kind == "unpack":
             kind = "await" if program.buckets[op.bucket].sparse else "unpack"
         guard: Literal["always", "unless idle", "if used", "late"] = "always"
-        if op.when != "always":
+        if op.when != "always":  # "late", or "again" of a retained bucket
             guard = "late"
         elif op.kind != "control" and not is_carrier:
             guard = "unless idle" if op.kind in LAUNCHED else "if used"

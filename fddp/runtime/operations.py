@@ -223,8 +223,6 @@ def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
     """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
     magnitudes; NaN if unknown."""
     again, finite = op.when == "again", not math.isinf(peak)
-    if again and (step.report is None or op.bucket not in step.report.late):
-        return  # noted when it was packed first
     step.executor.note_magnitude(finite)
     if step.check is not None:
         bucket = step.program.buckets[op.bucket]

@@ -219,7 +219,8 @@ class Step:
         return self.life.name in ("ended", "failed")
 
     def note(self, event: Event) -> None:
-        """Note an event in the life of the step."""
+        """Note an event in the life of the step. The actions that follow are code of the caller's:
+        of this class, `finish.py` and the engine, which go through them in the same order."""
         self.life, _ = advance(self.life, event)
 
     # Contributions
@@ -303,8 +304,9 @@ class Step:
         return buffer
 
     def new_memory(self, index: int) -> Tensor:
-        """Take memory for a bucket from the pool. For lack of memory, fail the step on this rank,
-        or raise if it is too late to report the error in the control word."""
+        """Take memory for a bucket from the pool; called by the executor, too. For lack of memory,
+        fail the step on this rank, or raise if it is too late to report the error in the control
+        word."""
         bucket = self.program.buckets[index]
         if self.source.aliases_buffer is not None:
             buffer = self.source.aliased_memory(index, self.pool)
@@ -355,13 +357,14 @@ class Step:
         self.hook_states = states
 
     def end(self, event: Event, failures: Sequence[str] = ()) -> None:
-        """End the step in the order of all ranks: by their report, with their error texts."""
+        """End the step with an error that all ranks raise. `failures` are their texts, if they were
+        exchanged. The buckets are freed with the step."""
         self.note(event)
         self.failures = failures
 
     def close(self, event: Event, error: BaseException | None = None) -> None:
-        """Release the buckets, once all collectives are done, and end the step; with an error for
-        `raise_failure`, if all ranks have one."""
+        """End a step that has results, or that all ranks stopped, and return its buckets to the
+        pool. All collectives are done. `error` is for `raise_failure`, if all ranks have one."""
         self.failure = error
         if self.report is not None and self.report.late:
             for bucket, repair in self.repairs.items():
@@ -375,10 +378,10 @@ class Step:
             self.log.append((self.contributions.arrived(), TraceAction("finish")))
 
     def wait(self, handle: Any, what: str) -> None:
-        """Wait for a collective that takes long, or has failed."""
+        """Wait for a collective that takes long, or has failed. Called by the executor."""
         self.code.collectives.adopt(handle).wait(what)
 
-    note_wait = staticmethod(note_wait)
+    note_wait = staticmethod(note_wait)  # called by the executor
 
     def raise_failure(self) -> None:
         """Raise the error of this rank, if it has one, without communication, and without keeping a

@@ -286,7 +286,7 @@ class Engine:
         return step
 
     def open(self, method: Method, *, with_stats: bool = False, label: str = "") -> Step:
-        """Open the next step. `begin` of it, or `fail`, and `finish` follow.
+        """Open the next step. The caller calls `Step.begin`, or else `fail`, and then `finish`.
 
         Raises:
             ClosedError: the engine is closed.
@@ -401,7 +401,8 @@ class Engine:
             turn.over = report.has_next == 0
 
     def note_backward(self, *, runs: bool) -> None:
-        """Note that backward of a step begins to run, or has ended."""
+        """Note that backward of a step begins to run, or has ended. `ValueAndGrad` sets the
+        attribute itself, which saves it the calls."""
         self.in_backward = runs
 
     def note_arrivals(self, step: Step) -> None:

@@ -8,6 +8,10 @@ A wrapped module goes around, because autograd begins its steps:
 
     expected -> reached -> open -> complete -> ended | failed | broken -> expected ...
 
+A `Step` (`runtime/step.py`) has a life of its own, whose actions are its callers' code. A wrapped
+module (`ddp/steps.py`) has another around the steps that it opens, alone with the states of passes,
+and executes the actions as they are returned.
+
 An aborted backward pass leaves an `aborted` step, or an `owed` one that was not opened. Other ranks
 take that step, so this rank completes it with zeros before it communicates again. Collectives
 follow from "await report" and from the report alone, never from what arrived on one rank.

@@ -331,7 +331,7 @@ class _Builder:
 
     def append_repair(self, bucket: int, *, again: bool) -> None:
         """Append the conditional repair of a bucket: of its late gradients in a second buffer, or
-        of the whole bucket `again`, which also serves where weights alone require it."""
+        `again` of the whole bucket, which is retained."""
         pieces = self._pieces[bucket]
         when: When = "again" if again else "late"
         deps = (*self._ends_of(pieces), self._control)

@@ -63,7 +63,7 @@ GradientCounter::GradientCounter(std::vector<at::Tensor> leaves) : leaves_(std::
 }
 
 void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
-                   std::vector<EagerSlot> eager, py::object on_bucket) {
+                          std::vector<EagerSlot> eager, py::object on_bucket) {
   TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
   TORCH_CHECK_TYPE(members != nullptr, "members is None");
   const auto check_leaf = [this](int64_t leaf) {
@@ -139,7 +139,7 @@ std::vector<std::optional<at::Tensor>> GradientCounter::take(int64_t bucket, boo
 }
 
 double GradientCounter::pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep,
-                    double scale) {
+                             double scale) {
   std::vector<at::Tensor> grads;  // released without the mutex, as in `on_gradient`
   std::vector<std::pair<at::Tensor, const Layout*>> separate;
   double amax = 0.0;
@@ -327,9 +327,9 @@ void bind_gradient_counter(py::module_& m) {
       .def("take", &GradientCounter::take, py::arg("bucket"), py::arg("keep"))
       .def("pack",
            torch::wrap_pybind_function_no_gil(
-               [](GradientCounter& arrivals, int64_t bucket, const at::Tensor& buffer,
+               [](GradientCounter& counter, int64_t bucket, const at::Tensor& buffer,
                   const BucketPacking& packing, bool keep, double scale) {
-                 return arrivals.pack(bucket, buffer, packing, keep, scale);
+                 return counter.pack(bucket, buffer, packing, keep, scale);
                }),
            py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
       .def("take_one", &GradientCounter::take_one, py::arg("leaf"))

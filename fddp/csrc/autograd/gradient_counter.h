@@ -57,8 +57,8 @@ class GradientCounter {
 
   // Start counting. `expected[i]` is the number of gradients of leaf i that its bucket waits for.
   // `on_bucket`, a BucketListener or a Python callable, receives bucket b once its last gradient has
-  // arrived. Gradients of the leaves in `eager` are packed on arrival, while they are in cache, and released, so that the
-  // allocator reuses warm memory.
+  // arrived. Gradients of the leaves in `eager` are packed on arrival, while they are in cache, and
+  // released, so that the allocator reuses warm memory.
   virtual void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
                    std::vector<EagerSlot> eager, pybind11::object on_bucket);
 
