@@ -12,37 +12,34 @@ if TYPE_CHECKING:
     from fddp.telemetry.call_site import Site
 
 
-@dataclass(slots=True, eq=False)
-class CallRecord:
-    """One call of an operator in the caller's code.
-
-    Attributes:
-        site: the call site; its text in a call that is read from a graph.
-        number: number of the call on the communicator. Ranks compare it when they differentiate.
-            None before the call has run, and in graphs.
-        position: number of the call among the traced calls of a graph; None outside of graphs.
-    """
-
-    site: Site | str | None
-    number: int | None = None
-    position: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """An operator to run, or a derivative of one.
 
     Attributes:
         communicator: the communicator that runs it.
         program: the operator and its leaves.
-        record: the call in the caller's code.
+        site: the call site in the caller's code; its text in a call that is read from a graph.
         roles: derivatives that led to this call, the latest last: "backward", "jvp".
+        origin: the call in the caller's code that led to this one; None if it is that call itself.
+        number: number of a call in the caller's code on its communicator. Ranks compare it when
+            they differentiate. None before the call has run, and in graphs.
+        position: number of a call in the caller's code among the traced calls of a graph; None
+            outside of graphs.
     """
 
     communicator: Communicator
     program: OperatorProgram
-    record: CallRecord
+    site: Site | str | None
     roles: tuple[str, ...] = ()
+    origin: Call | None = None
+    number: int | None = None
+    position: int | None = None
+
+    @property
+    def original(self) -> Call:
+        """The call in the caller's code."""
+        return self.origin or self
 
     def transposed(self) -> Call:
         """The call that reduces cotangents."""
@@ -54,15 +51,17 @@ class Call:
 
     def batched(self, size: int) -> Call:
         """The same call under one more `vmap` over `size` examples."""
-        return Call(self.communicator, self.program.batched(size), self.record, self.roles)
+        program = self.program.batched(size)
+        return Call(self.communicator, program, self.site, self.roles, self.original)
 
     def derived(self, program: OperatorProgram, role: str) -> Call:
         """A call for a derivative of this one."""
-        return Call(self.communicator, program, self.record, (*self.roles, role))
+        roles = (*self.roles, role)
+        return Call(self.communicator, program, self.site, roles, self.original)
 
     @cached_property
     def text(self) -> str:
         """Roles, operator, leaves and call site, for errors."""
         roles = "".join(f"{role} of " for role in reversed(self.roles))
-        site = f", called at {self.record.site}" if self.record.site else ""
+        site = f", called at {self.site}" if self.site else ""
         return f"{roles}{self.program.text}{site}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.collectives import handshake
-from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.calls import Call
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.execute import run_eagerly
 from fddp.collectives.operator_program import OperatorProgram, bucketed
@@ -74,7 +74,7 @@ def run_operator(
         (reduction.operator, reduction.axes, units),
         lambda: _program(communicator, reduction, units),
     )
-    call = Call(communicator, program, CallRecord(reduction.site), reduction.roles)
+    call = Call(communicator, program, reduction.site, reduction.roles)
     with _only_user(call):
         return run_eagerly(call, leaves)
 

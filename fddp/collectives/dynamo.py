@@ -16,7 +16,7 @@ from torch import Tensor
 from fddp.collectives import handshake
 from fddp.collectives.autograd import apply_rules
 from fddp.collectives.call_cache import CalledOperator, checked_spec, program_of, tiles, untiled
-from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.calls import Call
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
 from fddp.collectives.group_position import Axis, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
@@ -109,9 +109,9 @@ def _in_graph(
         program = program_of(communicator.cap_bytes, spec, paths, present, [*map(_example, leaves)])
     except Exception as error:
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    record = CallRecord(site)
-    number(record)
-    results = apply_rules(operator, Call(communicator, program, record), leaves)
+    call = Call(communicator, program, site)
+    number(call)
+    results = apply_rules(operator, call, leaves)
     return tuple(untiled(spec, results))
 
 

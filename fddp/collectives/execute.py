@@ -20,6 +20,7 @@ from fddp.core.text import leaf_text
 from fddp.errors import FddpError
 from fddp.native import extension
 from fddp.native.pack import pack_, slices
+from fddp.runtime.operations import start
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
 
@@ -49,8 +50,11 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             position = extension.compiled.first_without_memory(leaves)
             if position >= 0:
                 _refuse(call, leaves[position], position)
-        if call.program.place.size == 1:
-            return _copied(call, leaves)
+        if call.program.place.size == 1:  # meets no other rank: copies, without a collective
+            copies: list[Any] = [None] * len(leaves)
+            for bucket in call.program.fused_buckets:
+                _unpack(call, bucket, _pack(call, bucket, leaves), copies)
+            return copies
         try:
             return _run(call, leaves)
         except FddpError as error:
@@ -90,110 +94,91 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
 
 
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    program, pool = call.program, call.communicator.pool
-    entry = call.communicator.recorder.launched(call.text, -1, -1)
-    exchange = handshake.begin(call)
-    packed = None
-    if exchange is not None and program.fused_buckets:  # pack while the handshake travels
-        packed = _pack(call, program.fused_buckets[0], leaves)
+    program, communicator, place = call.program, call.communicator, call.program.place
+    buckets = program.fused_buckets
+    entry = communicator.recorder.launched(call.text, -1, -1)
+    rows = handshake.rows_of(communicator, place)
+    meeting = handshake.begin(call, rows)
+    # The first bucket is packed while the handshake travels.
+    buffers = [_pack(call, bucket, leaves) for bucket in buckets[:1]]
     entry.note_wait()
-    if exchange is not None:
-        exchange.complete()
-    number = call.communicator.advance_call_number(program.place)
+    meeting.wait(call.text)
+    handshake.check(call, rows)
+    number = communicator.advance_call_number(place)
     if not call.roles:
-        call.record.number = number
-    pending: list[tuple[FusedBucket, Tensor, Work]] = []
-    for fused in program.fused_buckets:
-        if packed is None:
-            packed = _pack(call, fused, leaves)
-        is_last = fused is program.fused_buckets[-1]
-        pending.append((fused, packed, _start(call, fused, packed, is_last)))
-        packed = None
-    results: list[Tensor | None] = [None] * len(program.units)
-    for fused, buffer, work in pending:
+        call.original.number = number
+    works: list[Work] = []
+    for bucket in buckets:
+        if bucket is not buckets[0]:
+            buffers.append(_pack(call, bucket, leaves))
+        buffer = buffers[-1]
+        work = start(
+            communicator.transport,
+            program.collective,
+            buffer.view(torch.uint8) if bucket.as_bytes else buffer,
+            axes=place.axes,
+            average=program.operator == "pmean",
+            src=program.root,
+            wait_soon=bucket is buckets[-1],
+        )
+        works.append(work)
+    results: list[Any] = [None] * len(program.units)
+    for bucket, buffer, work in zip(buckets, buffers, works, strict=True):
         work.wait(call.text)
-        for k, result in zip(fused.members, _take(call, fused, buffer), strict=True):
-            results[k] = result
-        pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
+        _unpack(call, bucket, buffer, results)
     entry.note_done()
-    return results  # type: ignore[return-value]  # each unit is in one bucket
+    return results
 
 
-def _copied(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """Results on one rank alone, which meets no other: copies, without a collective."""
-    results: list[Tensor | None] = [None] * len(leaves)
-    for fused in call.program.fused_buckets:
-        buffer = _pack(call, fused, leaves)
-        for k, result in zip(fused.members, _take(call, fused, buffer), strict=True):
-            results[k] = result
-        call.communicator.pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
-    return results  # type: ignore[return-value]  # each unit is in one bucket
-
-
-def _pack(call: Call, fused: FusedBucket, leaves: Sequence[Tensor | None]) -> Tensor:
+def _pack(call: Call, bucket: FusedBucket, leaves: Sequence[Tensor | None]) -> Tensor:
     """Pack a bucket into a buffer with one chunk, or one for each rank."""
-    operator, place, numel = call.program.operator, call.program.place, fused.numel
-    sources = [leaves[k] for k in fused.members]
+    operator, place, numel = call.program.operator, call.program.place, bucket.numel
+    sources = [leaves[k] for k in bucket.members]
     count = place.size if operator in MOVES_ROWS or operator in TAKES_ROWS else 1
-    key = (count * numel, fused.dtype, fused.device)
+    key = (count * numel, bucket.dtype, bucket.device)
     buffer = call.communicator.pool.acquire(key, *key)
+    written: list[tuple[Tensor, Sequence[Tensor | None]]] = []  # chunks, each with its units
     if operator in TAKES_ROWS:
         rows = [[None] * count if s is None else s.unbind(0) for s in sources]
-        for rank in range(count):
-            chunk = buffer[rank * numel : (rank + 1) * numel]
-            _fill(chunk, fused, [row[rank] for row in rows])
+        chunks = [buffer[k * numel : (k + 1) * numel] for k in range(count)]
+        written = [(chunk, [row[k] for row in rows]) for k, chunk in enumerate(chunks)]
+    elif count > 1:
+        written = [(buffer[place.own * numel : (place.own + 1) * numel], sources)]
     elif operator != "broadcast_from" or place.own == call.program.root:
-        own = place.own if count > 1 else 0
-        _fill(buffer[own * numel : (own + 1) * numel], fused, sources)
+        written = [(buffer, sources)]
     elif place.axes:
-        buffer.zero_()  # the broadcast is a sum, see `_start`
+        buffer.zero_()  # the broadcast is a sum, see `OperatorProgram.collective`
+    for chunk, units in written:
+        if bucket.layout is not None:
+            pack_(chunk, bucket.layout, units)
+            continue
+        for part, unit in zip(torch.split(chunk, bucket.numels), units, strict=True):
+            part.zero_() if unit is None else part.copy_(unit.reshape(-1))
     return buffer
 
 
-def _fill(buffer: Tensor, fused: FusedBucket, sources: Sequence[Tensor | None]) -> None:
-    """Write one rank's units to a buffer."""
-    if fused.layout is not None:
-        pack_(buffer, fused.layout, sources)
-        return
-    for part, source in zip(torch.split(buffer, fused.numels), sources, strict=True):
-        part.zero_() if source is None else part.copy_(source.reshape(-1))
-
-
-def _start(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
-    """Start the collective of a packed bucket."""
-    program, transport = call.program, call.communicator.transport
-    operator, axes = program.operator, program.place.axes
-    if operator in MOVES_ROWS:
-        flat = buffer if fused.layout is not None else buffer.view(torch.uint8)
-        if operator == "all_to_all":
-            return transport.all_to_all_in_place(flat, axes=axes, wait_soon=last)
-        return transport.all_gather_in_place(flat, axes=axes, wait_soon=last)
-    if operator == "reduce_scatter":
-        return transport.reduce_scatter(buffer, axes=axes, wait_soon=last)
-    if operator == "broadcast_from" and not axes:
-        return transport.broadcast(buffer, program.root)
-    if operator == "broadcast_from":
-        # The root's bytes plus zeros: exact for any dtype.
-        return transport.all_reduce(buffer.view(torch.uint8), axes=axes, wait_soon=last)
-    average = operator == "pmean"
-    return transport.all_reduce(buffer, axes=axes, average=average, wait_soon=last)
-
-
-def _take(call: Call, fused: FusedBucket, buffer: Tensor) -> Sequence[Tensor]:
-    """Results of a bucket, as views of a buffer that is not written again, or as copies."""
-    program, place, numel = call.program, call.program.place, fused.numel
-    units = [program.units[k] for k in fused.members]
+def _unpack(call: Call, bucket: FusedBucket, buffer: Tensor, results: list[Any]) -> None:
+    """Put the units of a reduced buffer into the results, as views of it or as copies, and return
+    it to the pool."""
+    program, place, numel = call.program, call.program.place, bucket.numel
+    units = [program.units[k] for k in bucket.members]
+    own = buffer
+    if program.operator == "reduce_scatter":
+        own = buffer[place.own * numel : (place.own + 1) * numel].clone()
+    elif program.operator == "sum_to" and place.own != program.root:
+        own.zero_()
+    found: Sequence[Tensor]
     if program.operator in MOVES_ROWS:
-        columns = torch.split(buffer.view(place.size, numel), fused.numels, dim=1)
-        return [
+        columns = torch.split(buffer.view(place.size, numel), bucket.numels, dim=1)
+        found = [
             column.clone(memory_format=torch.contiguous_format).view(place.size, *unit.shape)
             for column, unit in zip(columns, units, strict=True)
         ]
-    if program.operator == "reduce_scatter":
-        buffer = buffer[place.own * numel : (place.own + 1) * numel].clone()
-    elif program.operator == "sum_to" and place.own != program.root:
-        buffer.zero_()
-    if fused.layout is not None:
-        return slices(buffer, fused.layout)
-    flat = torch.split(buffer, fused.numels)
-    return [part.clone().view(unit.shape) for part, unit in zip(flat, units, strict=True)]
+    elif bucket.layout is not None:
+        found = slices(own, bucket.layout)
+    else:
+        parts = torch.split(own, bucket.numels)
+        found = [part.clone().view(unit.shape) for part, unit in zip(parts, units, strict=True)]
+    for k, result in zip(bucket.members, found, strict=True):
+        results[k] = result
+    call.communicator.pool.release((len(buffer), bucket.dtype, bucket.device), buffer)

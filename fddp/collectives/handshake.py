@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -54,42 +54,22 @@ _CALL: dict[str, Schema] = {
 _REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
 
 
-class Handshake(NamedTuple):
-    """Handshake in flight.
+def begin(call: Call, rows: Tensor) -> Work:
+    """Start the handshake of a call: the all-gather of four integers of each rank in `rows`."""
+    own = (_fingerprint(call), *_numbers(call), 0)
+    return _send_row(call.communicator, call.program.place, rows, own)
 
-    Attributes:
-        call: this rank's call.
-        rows: receives four integers of each rank, by rank.
-        work: the all-gather of the rows.
+
+def check(call: Call, rows: Tensor) -> None:
+    """Check that all ranks call the same operator, once the handshake is complete.
+
+    Raises:
+        DesyncError: they call different ones. Raised on every rank of the group.
+        PeerError: another rank can't take part. Raised on every rank that can.
     """
-
-    call: Call
-    rows: Tensor
-    work: Work
-
-    def complete(self) -> None:
-        """Wait until all ranks are known to call the same operator.
-
-        Raises:
-            DesyncError: they call different ones. Raised on every rank of the group.
-            PeerError: another rank can't take part. Raised on every rank that can.
-            RankLostError, SyncTimeoutError: a rank did not arrive.
-        """
-        self.work.wait(self.call.text)
-        rows = self.rows.tolist()
-        if rows != rows[:_WORD] * self.call.program.place.size:
-            _resolve_mismatch(self.call, rows)
-
-
-def begin(call: Call) -> Handshake | None:
-    """Start the handshake of a call. None if this rank is alone."""
-    place = call.program.place
-    if place.size == 1:
-        return None
-    rows = _rows(call.communicator, place)
-    number, position = _numbers(call)
-    own = (_fingerprint(call), number, position, 0)
-    return Handshake(call, rows, _send_row(call.communicator, place, rows, own))
+    found = rows.tolist()
+    if found != found[:_WORD] * call.program.place.size:
+        _resolve_mismatch(call, found)
 
 
 def abort_handshake(
@@ -106,7 +86,7 @@ def abort_handshake(
     if place.size > 1 and communicator.closed is None:
         try:
             with outside_tracing():
-                rows = _rows(communicator, place)
+                rows = rows_of(communicator, place)
                 _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
                 _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as failure:
@@ -114,7 +94,8 @@ def abort_handshake(
     raise error
 
 
-def _rows(communicator: Communicator, place: GroupPosition) -> Tensor:
+def rows_of(communicator: Communicator, place: GroupPosition) -> Tensor:
+    """Memory of the handshakes of the ranks that meet: four integers of each, by rank."""
     transport = communicator.transport
 
     def make() -> Tensor:
@@ -135,9 +116,9 @@ def _send_row(
 
 def _numbers(call: Call) -> tuple[int, int]:
     """Number and position of the call that is differentiated; -1 if unknown."""
-    of = call.record
     if not call.roles:
         return -1, -1
+    of = call.original
     return -1 if of.number is None else of.number, -1 if of.position is None else of.position
 
 
@@ -194,7 +175,7 @@ def compare(
     place = communicator.place(())
     if place.size == 1:
         return None
-    rows = _rows(communicator, place)
+    rows = rows_of(communicator, place)
     _send_row(communicator, place, rows, (fingerprint, value, -1, 0)).wait(what)
     words = rows.tolist()
     if words == words[:_WORD] * place.size:

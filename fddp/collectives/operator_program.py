@@ -22,6 +22,7 @@ import torch
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.text import counted
 from fddp.native.layout import Layout, contiguous_strides
+from fddp.transport.operation import OperationKind
 
 #: `sum_to` is the transpose of `broadcast_from`: the sum at the root, zeros elsewhere
 Operator: TypeAlias = Literal[
@@ -57,6 +58,19 @@ GIVES_ROWS = frozenset({"all_gather", "all_to_all"})
 MOVES_ROWS = GIVES_ROWS | {"pmax"}
 """Operators that run as `GIVES_ROWS`: the maximum is that of the rows."""
 
+_COLLECTIVES: Mapping[Operator, OperationKind] = MappingProxyType(
+    {
+        "psum": "all_reduce",
+        "pmean": "all_reduce",
+        "pmax": "all_gather",
+        "all_gather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "all_to_all": "all_to_all",
+        "broadcast_from": "broadcast",
+        "sum_to": "all_reduce",
+    }
+)
+
 _MOST_SIZES = 16  # batch sizes with a cached program
 
 
@@ -87,6 +101,7 @@ class FusedBucket:
         numel: number of elements of all units.
         layout: location of each unit; None for dtypes that are moved but not summed, whose units
             are packed back to back.
+        as_bytes: True if the collective is over the bytes of the buffer, not over its numbers.
     """
 
     members: tuple[int, ...]
@@ -95,6 +110,7 @@ class FusedBucket:
     numels: list[int]
     numel: int
     layout: Layout | None
+    as_bytes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +141,14 @@ class OperatorProgram:
     def fused_buckets(self) -> tuple[FusedBucket, ...]:
         """Buckets in launch order."""
         return tuple(self._fused(members) for members in self.buckets)
+
+    @cached_property
+    def collective(self) -> OperationKind:
+        """Collective of each bucket. Along axes, a broadcast is the sum of the bytes of the root
+        and of zeros, which is exact for any dtype."""
+        if self.operator == "broadcast_from" and self.place.axes:
+            return "all_reduce"
+        return _COLLECTIVES[self.operator]
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -220,7 +244,9 @@ class OperatorProgram:
             strides = tuple(contiguous_strides(shape) for shape in shapes)
             layout = Layout(tuple(offsets), shapes, strides, numel)
         dtype, device = self.dtypes[members[0]], self.devices[members[0]]
-        return FusedBucket(members, dtype, device, numels, numel, layout)
+        is_summed_broadcast = self.operator == "broadcast_from" and self.collective == "all_reduce"
+        as_bytes = is_summed_broadcast or (self.operator in MOVES_ROWS and layout is None)
+        return FusedBucket(members, dtype, device, numels, numel, layout, as_bytes)
 
 
 def bucketed(

@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from fddp.collectives import dynamo, handshake
 from fddp.collectives.autograd import apply_rules, has_rules, run
 from fddp.collectives.call_cache import CalledOperator, checked_spec
-from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.calls import Call
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.group_position import Axis, resolve_communicator
 from fddp.core.entrance import entrance
@@ -327,10 +327,10 @@ def _operate(
         if backward_only:
             raise  # no rank waits
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    call = Call(communicator, known.program, CallRecord(site))
+    call = Call(communicator, known.program, site)
     if has_rules(leaves):
         if backward_only:
-            call.record.number = communicator.next_call_number(place)
+            call.number = communicator.next_call_number(place)
         results: Sequence[Tensor] = apply_rules(operator, call, leaves)
     elif backward_only:
         return tree

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, enable_grad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.calls import Call
 from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
@@ -64,7 +64,7 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         Results as of `execute.run_eagerly`.
     """
     operator = getattr(torch.ops.fddp, call.program.operator).default
-    number(call.record)
+    number(call.original)
     tracer = getattr(get_proxy_mode(), "tracer", None)
     before = getattr(tracer, "fddp_token", None)
     results: list[Tensor]
@@ -76,12 +76,12 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return results
 
 
-def number(record: CallRecord) -> None:
-    """Number a call within the graph that is being recorded, if it has no number yet."""
+def number(call: Call) -> None:
+    """Number a call of the caller's code within the graph that is being recorded."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    if record.position is None and tracer is not None:
-        record.position = getattr(tracer, "fddp_calls", 0)
-        tracer.fddp_calls = record.position + 1
+    if call.position is None and tracer is not None:
+        call.position = getattr(tracer, "fddp_calls", 0)
+        tracer.fddp_calls = call.position + 1
 
 
 def call_to_json(call: Call) -> str:
@@ -97,8 +97,8 @@ def call_to_json(call: Call) -> str:
             "batch": [int(size) for size in program.batch],
             "tiled": program.tiled,
             "roles": call.roles,
-            "site": str(call.record.site or ""),
-            "position": call.record.position,
+            "site": str(call.site or ""),
+            "position": call.original.position,
         }
     )
 
@@ -111,7 +111,7 @@ def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
 
     key = (operator, text)
     program, roles, site, position = communicator.cached("texts", key, make, _KNOWN_CALLS)
-    return Call(communicator, program, CallRecord(site or None, position=position), roles)
+    return Call(communicator, program, site or None, roles, position=position)
 
 
 def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any]) -> Parsed:

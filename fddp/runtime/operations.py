@@ -1,7 +1,9 @@
 """Operations of a step that run in Python.
 
 Each is a function of the step and the position of the operation in the schedule. Those that start a
-collective also receive whether the caller waits for it next.
+collective also receive whether the caller waits for it next. `start` is the one place at which the
+kind of an operation selects a collective of the transport. Operators on tensors
+(`collectives/execute.py`) and measurements (`sync/measure.py`) use it, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fddp.core.protocol.launch import TraceAction
-from fddp.core.schedule.op import Op
+from fddp.core.schedule.op import Kind, Op
+from fddp.core.schedule.sum_tree import SumTree
 from fddp.errors import InternalError
 from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import pack_error
@@ -22,7 +25,8 @@ from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.program import BucketProgram
 from fddp.runtime.sparse import SparseForm
 from fddp.runtime.step import Step
-from fddp.transport.base import Work
+from fddp.transport.base import Axes, Transport, Work
+from fddp.transport.operation import OperationKind
 
 
 def run(step: Step, position: int, wait_soon: bool) -> Any:
@@ -86,31 +90,64 @@ def unpack(step: Step, position: int) -> None:
 
 def launch(step: Step, position: int, wait_soon: bool) -> Work:
     """Start the collective of an operation on its part of the buffer."""
-    op, transport = step.program.schedule.ops[position], step.transport
+    op = step.program.schedule.ops[position]
     own = operand(step, position)
-    if op.kind == "all_reduce":
-        work = transport.all_reduce(
-            own,
-            axes=op.axes,
-            average=step.sums.averages,
-            record_time=step.record_time,
-            wait_soon=wait_soon,
-        )
-    elif op.kind == "reduce_scatter":
-        work = transport.reduce_scatter(
-            own,
-            axes=op.axes,
-            average=step.sums.averages,
-            tree=step.program.trees.get(position),
-            record_time=step.record_time,
-            wait_soon=wait_soon,
-        )
-    else:
-        work = transport.all_gather_in_place(
-            own, axes=op.axes, record_time=step.record_time, wait_soon=wait_soon
-        )
-    step.works[op.bucket] = work
+    work = step.works[op.bucket] = start(
+        step.transport,
+        op.kind,
+        own,
+        axes=op.axes,
+        average=step.sums.averages,
+        tree=step.program.trees.get(position),
+        record_time=step.record_time,
+        wait_soon=wait_soon,
+    )
     return work
+
+
+def start(
+    transport: Transport,
+    kind: Kind | OperationKind,
+    tensor: Tensor,
+    *,
+    axes: Axes = (),
+    average: bool = False,
+    tree: SumTree | None = None,
+    src: int = 0,
+    record_time: bool = False,
+    wait_soon: bool = False,
+) -> Work:
+    """Start the collective of a kind, for steps and for operators.
+
+    Args:
+        kind: the collective. Each takes those of the other arguments that it has in `Transport`.
+        tensor: written in place.
+        axes, average, tree, src, record_time, wait_soon: as in the methods of `Transport`.
+    """
+    if kind == "all_reduce":
+        return transport.all_reduce(
+            tensor, axes=axes, average=average, record_time=record_time, wait_soon=wait_soon
+        )
+    if kind == "reduce_scatter":
+        return transport.reduce_scatter(
+            tensor,
+            axes=axes,
+            average=average,
+            tree=tree,
+            record_time=record_time,
+            wait_soon=wait_soon,
+        )
+    if kind == "all_gather":
+        return transport.all_gather_in_place(
+            tensor, axes=axes, record_time=record_time, wait_soon=wait_soon
+        )
+    if kind == "all_to_all":
+        return transport.all_to_all_in_place(
+            tensor, axes=axes, record_time=record_time, wait_soon=wait_soon
+        )
+    if kind == "broadcast" and not axes:
+        return transport.broadcast(tensor, src, record_time=record_time)
+    raise InternalError(f"a transport has no collective {kind} along {axes}")
 
 
 def _word(step: Step) -> Tensor:
@@ -306,7 +343,9 @@ def launch_rows(step: Step, position: int, wait_soon: bool) -> RowsWork:
     rows = memory.view(len(tree.summands), tree.width, -1)
     for number, total in enumerate((*_before(step, position), own)):
         rows[:, number].copy_(total.view(len(tree.summands), -1))
-    work = step.transport.reduce_scatter(
+    work = start(
+        step.transport,
+        op.kind,
         memory,
         axes=op.axes,
         tree=tree,

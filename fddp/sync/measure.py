@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import torch
-from torch import Tensor
 
 from fddp.core.entrance import entrance
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CollectiveKind, Sample
 from fddp.runtime.agreement import exchange
-from fddp.transport import Group, Transport, TransportName, Work, open_transport
+from fddp.runtime.operations import start
+from fddp.transport import Group, Transport, TransportName, open_transport
 from fddp.transport.mesh import Mesh, resolve_mesh
 
 DEFAULT_SIZES_BYTES = tuple(2**power for power in range(10, 26, 3))  # 1 KiB to 32 MiB
@@ -209,7 +209,10 @@ def _time_s(link: _Link, probe: _Probe) -> float:
     # A barrier.
     link.transport.all_reduce(torch.zeros(1, device=link.device)).wait(what)
     start_s = time.perf_counter()
-    works = [_start(link, probe.kind, buffer) for buffer in buffers]
+    axes = (link.axis,)
+    works = [
+        start(link.transport, probe.kind, buffer, axes=axes, record_time=True) for buffer in buffers
+    ]
     while probe.busy and not all(work.done for work in works):
         matrix @ matrix
     for work in works:
@@ -219,12 +222,3 @@ def _time_s(link: _Link, probe: _Probe) -> float:
     # The wait of an idle rank includes the reduction. On a GPU the host does not wait.
     end_s = done_s if probe.busy else max(done_s, waited_s)
     return (end_s - start_s) / burst
-
-
-def _start(link: _Link, kind: CollectiveKind, buffer: Tensor) -> Work:
-    transport, axes = link.transport, (link.axis,)
-    if kind == "reduce_scatter":
-        return transport.reduce_scatter(buffer, axes=axes, record_time=True)
-    if kind == "all_gather":
-        return transport.all_gather_in_place(buffer, axes=axes, record_time=True)
-    return transport.all_reduce(buffer, axes=axes, record_time=True)

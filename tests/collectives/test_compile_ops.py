@@ -14,7 +14,7 @@ from torch.library import opcheck
 import fddp
 from fddp.collectives import torch_library
 from fddp.collectives.call_cache import CallSpec, program_of
-from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import TAKES_ROWS, Operator
 from tests.support.on_ranks import on_processes, on_threads
 
@@ -27,7 +27,7 @@ def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[
     asked = CallSpec(operator, communicator.place(()), root)
     paths = [str(k) for k in range(len(leaves))]
     program = program_of(communicator.cap_bytes, asked, paths, range(len(leaves)), leaves)
-    return Call(communicator, program, CallRecord(None), ("backward",))
+    return Call(communicator, program, None, ("backward",))
 
 
 @on_processes(2)
@@ -53,7 +53,7 @@ def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple
             leading = [1] if operator in TAKES_ROWS else []
             leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
             call = make_call(ranks, operator, leaves)
-            call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]
+            call = Call(ranks, call.program, "train.py:3", roles)  # type: ignore[arg-type]
             text = torch_library.call_to_json(call)
             again = torch_library.call_of(operator, ranks, text)
             assert again.program.details == call.program.details
