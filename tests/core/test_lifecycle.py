@@ -65,9 +65,10 @@ def possible(world: World) -> list[Event]:
     if world.awaits:
         inside: list[Event] = ["due", "voted", "forward began", "outputs made", "interrupted"]
         if world.is_closed:
-            return ["transport failed", *inside]
+            return ["transport failed", "closed", *inside]
         changed: list[Event] = ["reported change"] if world.life.name == "complete" else []
-        return [*([] if world.has_failed else RESULTS), *changed, *FAILURES, *inside]
+        # A signal handler or a communication hook of the user may close the module.
+        return [*([] if world.has_failed else RESULTS), *changed, *FAILURES, *inside, "closed"]
     events: list[Event] = [*ALWAYS, "forward began", *OUTPUTS]
     if world.is_queued:
         return [*events, *GRADS, *ENDS, *ABORTS]
@@ -319,6 +320,12 @@ interrupted
   output reached    -> reached: queue end
   grad arrived      -> open: save, open, arm
   interrupted       -> broken: forget end, abandon, restore, release
+closed while its report is awaited
+  output reached    -> reached: queue end
+  grad arrived      -> open: save, open, arm
+  backward ended    -> complete: await report
+  closed            -> complete: abandon
+  transport failed  -> broken: abandon, restore, release, raise
 closed after an aborted pass
   output reached    -> reached: queue end
   pass aborted      -> owed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.models import (
     Params,
     batch,
@@ -19,6 +20,7 @@ from tests.support.models import (
     mlp_loss,
     rand,
 )
+from tests.support.ranks import RankPool
 
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}
 
@@ -292,3 +294,23 @@ def test_an_error_in_an_inner_call_ends_the_outer_one_on_all_ranks() -> None:
             return type(caught.value).__name__, after
 
     assert fddp.loopback(2, run) == [("PeerError", [1.0, 1.0]), ("WeightError", [1.0, 1.0])]
+
+
+def close_in_the_loss(rank: int, world_size: int) -> list[Ending]:
+    def loss_fn(p: Params) -> Tensor:
+        sync.close()
+        return p["w"].sum()
+
+    params: Any = {"w": torch.ones(3)}
+    sync = fddp.GradSync(params, transport="shm")
+    step = sync.value_and_grad(loss_fn)
+    return [ending(lambda: step(params)) for _ in range(2)]
+
+
+def test_a_step_that_outlives_its_sync_is_closed(ranks: RankPool) -> None:
+    for ends in ranks.run(2, close_in_the_loss):
+        for end in ends:
+            assert end.kinds[0] == "ClosedError"
+            assert end.text.startswith(
+                "this GradSync, or its owner, is closed (close() was called)"
+            )
