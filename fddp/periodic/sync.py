@@ -209,7 +209,7 @@ class PeriodicSync:
             )
         with torch.no_grad():
             for _, handle in self._live.values():
-                handle.advance()
+                handle.send()
             for kind, number in self.schedule.due(step):
                 fragment = fragments[number]
                 if kind == "start":
@@ -250,8 +250,7 @@ class PeriodicSync:
     def _send(
         self, number: int, state: FragmentState, contribution: Callable[[], Any], label: str
     ) -> None:
-        if number in self._live:  # of a run that was left for an earlier state, on all ranks
-            self._live.pop(number)[1].wait()
+        # This finishes a mean in flight, as of a run that was left for an earlier state.
         weight, hook = state["weight"], state["hook"]
         handle = self._means[number].start(contribution, weight=weight, state=hook, label=label)
         self._live[number] = state["sent"], handle
