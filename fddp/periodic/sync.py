@@ -250,7 +250,8 @@ class PeriodicSync:
     def _send(
         self, number: int, state: FragmentState, contribution: Callable[[], Any], label: str
     ) -> None:
-        # This finishes a mean in flight, as of a run that was left for an earlier state.
+        if number in self._live:  # of a run that was left for an earlier state, on all ranks
+            self._live.pop(number)[1].wait()
         weight, hook = state["weight"], state["hook"]
         handle = self._means[number].start(contribution, weight=weight, state=hook, label=label)
         self._live[number] = state["sent"], handle
