@@ -116,7 +116,7 @@ class PassHandler(Protocol):
     def on_abort(self) -> None:
         """Note that a backward pass was aborted, whose end had been queued."""
 
-    def finish(self) -> None:
+    def on_end(self) -> None:
         """End the step at the end of a backward pass; calls `forget_end`."""
 
 @type_check_only
@@ -188,7 +188,7 @@ class BackwardWatch:
         """Note that the running backward pass has reached an output."""
 
     def queue_end(self) -> None:
-        """Queue `finish` at the end of the running graph task, unless one is queued already."""
+        """Queue `on_end` at the end of the running graph task, unless one is queued already."""
 
     def forget_end(self) -> None:
         """Forget the queued end, which then does nothing."""

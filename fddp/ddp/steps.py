@@ -248,11 +248,16 @@ class Steps:
         """Execute the actions that follow from an event, and from events that they lead to."""
         then: Event | None = event
         while then is not None:
+            event, then = then, None
             if self.trace is not None:
-                self.trace.append(then)
-            self._life, actions = advance(self._life, then)
-            then = None
+                self.trace.append(event)
+            self._life, actions = advance(self._life, event)
             for action in actions:
+                if action == "complete owed":
+                    context = self._context  # of the event, not of the step that is owed
+                    self._complete_owed()
+                    self._context, then = context, event
+                    break
                 try:
                     then = self._execute(action)
                 except BaseException:
@@ -376,7 +381,6 @@ class Steps:
             has_inputs = extension.compiled.has_explicit_inputs()
             if has_inputs and self.parameters.are_captured():
                 raise TransformError(_CAPTURED)
-            self.settle()
             self.note("inputs reached" if has_inputs else "output reached")
             self.passes.note_output()
 
@@ -388,7 +392,6 @@ class Steps:
         """
         with self.lock:
             if self._takes_pass():
-                self.settle()
                 self._context = context
                 self.note("grad arrived" if context is None else "context grad arrived")
 
@@ -414,7 +417,7 @@ class Steps:
                 self._follow()
 
     @entrance
-    def finish(self) -> None:
+    def on_end(self) -> None:
         """End the step at the end of backward, or leave that to `finalize`.
 
         Raises:
@@ -463,7 +466,7 @@ class Steps:
 
         Raises:
             RuntimeError: there is no such step, it lacks gradients, or some came too late.
-            Exception: as `finish`.
+            Exception: as `on_end`.
         """
         with self.lock:
             if self.life.name == "open":
@@ -498,13 +501,16 @@ class Steps:
             if news := self.passes.take_news():
                 self._note_news(news)
             if self._life.name in OWING:
-                try:
-                    self.note("due")
-                except Exception as error:
-                    warnings.warn(
-                        f"the step of an aborted backward pass was given up on all ranks: {error}",
-                        stacklevel=4,
-                    )
+                self._complete_owed()
+
+    def _complete_owed(self) -> None:
+        try:
+            self.note("due")
+        except Exception as error:
+            warnings.warn(
+                f"the step of an aborted backward pass was given up on all ranks: {error}",
+                stacklevel=4,
+            )
 
     def await_abort(self) -> None:
         """Wait until the threads of devices have freed a backward pass that raised an error, which
@@ -687,7 +693,7 @@ class Steps:
             self._error = error
         else:
             self.skipped = self._outcome.skipped
-            self.engine.note_arrivals(self.step)
+            self.engine.note_arrivals(self.step.contributions.backward)
             return "reported repair" if self._outcome.report.late else "reported regular"
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:

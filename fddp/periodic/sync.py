@@ -209,7 +209,7 @@ class PeriodicSync:
             )
         with torch.no_grad():
             for _, handle in self._live.values():
-                handle.advance()
+                handle.send()
             for kind, number in self.schedule.due(step):
                 fragment = fragments[number]
                 if kind == "start":

@@ -77,7 +77,7 @@ def finish(step: Step) -> Outcome:
             report = step.report
             assert report is not None
             if not gives_views or 0 in report.users:
-                step.results.finish(report.used, step.contributions)
+                step.results.complete(report.used, step.contributions)
             if step.check is not None:
                 step.check.check_results(step.transport, step.number)
         except StopStepError:
@@ -92,7 +92,8 @@ def finish(step: Step) -> Outcome:
     if sequence := step.program.schedule.sequence:
         last = step.program.buckets[sequence[-1]].text
         step.transport.note_finished(f"{last} of step {step.number}")
-    step.close("reported repair" if report.late else "reported regular")
+    step.release()
+    step.note("reported repair" if report.late else "reported regular")
     return Outcome(step, step.leaves, report, step.results.stats if step.record_time else None)
 
 
@@ -104,9 +105,13 @@ def _stopped(step: Step) -> Outcome:
     if report is None or step.check is None:
         raise InternalError("a step was stopped before the control word was read")
     error = step.check.error(step.transport, step.number)
-    step.close("reported failure" if error else "reported regular", error)
-    del error  # whose traceback will refer to this frame
-    step.raise_failure()
+    step.release()
+    step.note("reported failure" if error else "reported regular")
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # whose traceback refers to this frame
     nothing: list[Tensor | None] = [None] * len(step.leaves)
     return Outcome(step, nothing, report, Stats(math.nan, False), skipped=True)
 
@@ -217,7 +222,7 @@ def _check_report(step: Step, report: ControlReport) -> None:
     )
     if unfit is not None:
         step.executor.drain()
-        step.end("reported failure")
+        step.note("reported failure")
         raise unfit
 
 
@@ -230,7 +235,8 @@ def _give_up(step: Step) -> NoReturn:
     digest = step.program.schedule.shared_digest
     reports = exchange_reports(step.transport, step.moment, digest, method.text, step.failure_text)
     texts = [report.failure for report in reports]
-    step.end("reported failure" if report.agreed else "reported desync", texts)
+    step.take_failures(texts)
+    step.note("reported failure" if report.agreed else "reported desync")
     if not report.agreed:
         raise desync_error(step.transport.rank, reports) from step.failure
     failed = {rank: text for rank, text in enumerate(texts) if text}

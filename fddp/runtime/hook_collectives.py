@@ -85,7 +85,7 @@ class Collectives(AllReduce):
         )
         return self._started("all_to_all", work, tensor, tensor)
 
-    def finish_with_zeros(self, expected: Sequence[Sequence[Issued]]) -> Future[Any]:
+    def start_zeros(self, expected: Sequence[Sequence[Issued]]) -> Future[Any]:
         """Start the collectives that are left of the `expected` ones, stage by stage, on zeros."""
 
         def start(operations: Sequence[Issued]) -> Future[Any]:

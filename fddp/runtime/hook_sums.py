@@ -71,14 +71,14 @@ class HookSums(Sums):
         op, last = ops[position], self._bound.positions.get(ops[position].bucket)
         return ops[last] if last is not None and (op.kind == "stage" or last == position) else None
 
-    def advance(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
+    def launch(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
         """Start the next stage of a reduction. Its memory `own`, shape `(n,)`, receives the result.
         `states` are those by bucket; empty before the first step."""
         work = self._works.get(op.bucket)
         if work is None:
             work = self._works[op.bucket] = self._start(op, own, states, what)
         else:
-            self._guarded(work, work.advance)
+            self._guarded(work, work.start_next)
         return work
 
     def _start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
@@ -104,10 +104,10 @@ class HookSums(Sums):
         Args:
             op: the operation that gathers the bucket.
             own: this rank's gradient, coalesced.
-            states, what: as in `advance`.
+            states, what: as in `launch`.
         """
         for work in self._works.values():
-            self.finish(work)
+            self.await_result(work)
         work = self._start(op, own, states, what)
 
         def resolve() -> None:
@@ -124,7 +124,7 @@ class HookSums(Sums):
         self._new_states[op.bucket] = state
         return result.coalesce()
 
-    def finish(self, work: HookWork) -> None:
+    def await_result(self, work: HookWork) -> None:
         """Wait for a reduction and store its result; later calls do nothing."""
         if not work.settled:
             with torch.no_grad():
@@ -250,7 +250,7 @@ class HookSums(Sums):
                 self._failure = error, where
             self._is_stopped = self._is_stopped or (self._is_raw and not work.is_started)
             zeros = _zeros(work).wait()
-            work.replace(work.collectives.finish_with_zeros(expected).map(lambda _: zeros))
+            work.replace(work.collectives.start_zeros(expected).map(lambda _: zeros))
 
 
 def _zeros(work: HookWork) -> Future[tuple[Tensor, Any]]:
@@ -315,6 +315,6 @@ class StageWork:
     def wait(self, what: str) -> None:
         """Wait until the next stage could start; after the last, store the result."""
         if self.is_last:
-            self.sums.finish(self.work)
+            self.sums.await_result(self.work)
         else:
             self.work.wait_ready()

@@ -72,7 +72,7 @@ class HookWork:
         """True if a stage has not been started."""
         return self._future.pending
 
-    def advance(self) -> None:
+    def start_next(self) -> None:
         """Start the next stage, if there is one."""
         if self._future.pending:
             self.collectives.issued.append([])

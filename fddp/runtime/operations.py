@@ -161,16 +161,14 @@ def operand(step: Step, position: int) -> Tensor:
     """Tensor of a collective, including a piggybacked control word."""
     schedule = step.program.schedule
     op = schedule.ops[position]
-    buffer = step.executor.buffer(op.bucket)
-    if position == schedule.piggyback_op:
-        if buffer is not None:
-            return buffer[op.region.start :]
+    if position == schedule.piggyback_op and op.bucket in step.idle:
         return _word(step)  # the bucket is left out, and the word travels alone
+    buffer = step.executor.buffer(op.bucket)
     memory = step.repairs.get(op.bucket) if op.region.buffer == "repair" else buffer
     if memory is None:
         raise InternalError(f"{op.kind} of bucket {op.bucket} before it was packed")
     start, stop = step.program.extents[position]
-    return memory[start:stop]
+    return memory[start:] if position == schedule.piggyback_op else memory[start:stop]
 
 
 def add_repair(step: Step, position: int) -> None:
@@ -284,7 +282,7 @@ def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
             sums.discard(op.bucket)
         return launch(step, position, wait_soon)
     what = f"{step.program.buckets[op.bucket].text} of step {step.number}"
-    work = sums.advance(reduction, operand(step, position), step.hook_states, what)
+    work = sums.launch(reduction, operand(step, position), step.hook_states, what)
     started = step.works[op.bucket] = StageWork(sums, work, is_last=op.kind != "stage")
     return started
 

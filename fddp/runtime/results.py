@@ -95,7 +95,7 @@ class Results:
         if self.checks:
             self._late.append(measure([gathered._values()]))
 
-    def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
+    def complete(self, used: Sequence[bool], contributions: Contributions) -> None:
         """Join shards, drop reduced leaves that no rank `used`, and add the local leaves of
         `contributions`."""
         program = self._program
@@ -174,5 +174,5 @@ def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor 
             packed[chunk.bucket] = buffer
         results.unpack(position, chunk.bucket, packed[chunk.bucket], 1.0)
     own = ShardContributions(leaves)
-    results.finish(own.used(program), own)
+    results.complete(own.used(program), own)
     return results.leaves

@@ -70,6 +70,8 @@ class Step:
             one makes it late. The same on all ranks.
         nonfinite: policy for non-finite numbers.
         record_time: True to record times, norm and finiteness.
+        has_next: True if this rank has input for another step; from the loop over uneven inputs.
+        hook_states: state of the communication hook by bucket; () if it is stateless.
     """
 
     # State of the step. It ends once: with results, in a failure of all ranks, or broken.
@@ -82,14 +84,9 @@ class Step:
     source: Contributions = NOTHING
     # Factor on results, from the report on; that on gradients before the sum is `scale`.
     after: float = 1.0
-    # True if this rank has input for another step; from the loop over uneven inputs.
-    has_next: bool = True
     # True to let ranks of weight 0 contribute zeros under a hook that divides by the number of
     # ranks; the same on all ranks that have input.
     allow_idle_ranks: bool = False
-    # State of the communication hook by bucket; replaced by the new one in a step that succeeds, so
-    # that a step that fails keeps the old one. () if the hook is stateless.
-    hook_states: Sequence[Any] = ()
     # Error of this rank, until it is raised, and its text for the others.
     failure: BaseException | None = None
     failure_text: str = ""
@@ -119,13 +116,17 @@ class Step:
         idle: frozenset[int] = frozenset(),
         nonfinite: Policy = "propagate",
         record_time: bool = False,
+        has_next: bool = True,
+        hook_states: Sequence[Any] = (),
     ) -> None:
         self.opened_s = self.begun_s = perf_counter()
         self.code = code
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
-        self.idle = idle
+        self.idle, self.has_next = idle, has_next
+        # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
+        self.hook_states = hook_states
         # Call that the control word reports, equal on all ranks that contribute; cleared where
         # other ranks may make another call.
         self.method = method
@@ -220,8 +221,20 @@ class Step:
 
     def note(self, event: Event) -> None:
         """Note an event in the life of the step. The actions that follow are code of the caller's:
-        of this class, `finish.py` and the engine, which go through them in the same order."""
+        of this class, `finish.py` and the engine, which go through them in the same order.
+
+        Needs no lock: until backward has ended, threads of devices note failures only, one after
+        the other within the executor, and a failure leaves the state as it is.
+        """
         self.life, _ = advance(self.life, event)
+
+    def take_begin_result(self, result: Any) -> None:
+        """Take the result of the function that began the step."""
+        self.begin_result = result
+
+    def leave_method(self) -> None:
+        """Report no call of this rank, where other ranks may make another."""
+        self.method = Method.NOTHING
 
     # Contributions
 
@@ -269,8 +282,8 @@ class Step:
         assert own is not None
         own.collect(leaf_set)
         self.prepare()
+        self.note("armed")  # before threads of devices can bring gradients
         own.arm(view, previous, self.memory, self.scale, self.executor)
-        self.note("armed")
 
     def prepare(self) -> None:
         """Allocate the buffers, and let the extension pack and report where it can."""
@@ -353,19 +366,15 @@ class Step:
             self.report = self.regular.report
 
     def take_states(self, states: Sequence[Any]) -> None:
-        """Take the new state of the communication hook."""
+        """Take a state of the communication hook: the caller's, or the new one."""
         self.hook_states = states
 
-    def end(self, event: Event, failures: Sequence[str] = ()) -> None:
-        """End the step with an error that all ranks raise. `failures` are their texts, if they were
-        exchanged. The buckets are freed with the step."""
-        self.note(event)
+    def take_failures(self, failures: Sequence[str]) -> None:
+        """Take the error texts of all ranks, once they were exchanged."""
         self.failures = failures
 
-    def close(self, event: Event, error: BaseException | None = None) -> None:
-        """End a step that has results, or that all ranks stopped, and return its buckets to the
-        pool. All collectives are done. `error` is for `raise_failure`, if all ranks have one."""
-        self.failure = error
+    def release(self) -> None:
+        """Return the memory of the step to the pool, once all collectives are done."""
         if self.report is not None and self.report.late:
             for bucket, repair in self.repairs.items():
                 self.pool.release(bucket, repair)
@@ -373,7 +382,6 @@ class Step:
             if buffer is not None:
                 self.pool.release(bucket, buffer)
         self.contributions.release()
-        self.note(event)
         if self.record_time:
             self.log.append((self.contributions.arrived(), TraceAction("finish")))
 

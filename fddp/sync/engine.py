@@ -21,6 +21,7 @@ from fddp.core.schedule.stages import count_stages
 from fddp.errors import (
     ClosedError,
     DesyncError,
+    InternalError,
     PeerError,
     RankLostError,
     ReentryError,
@@ -33,6 +34,7 @@ from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
+from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.donation import donate
 from fddp.runtime.finish import executor_calls
 from fddp.runtime.finish import finish as finish_step
@@ -267,7 +269,12 @@ class Engine:
         Raises:
             Exception: as `open` and `finish`.
         """
-        return self.finish(self.start(method, begin, with_stats=with_stats, label=label))
+        number = self.step
+        try:
+            return self.finish(self.start(method, begin, with_stats=with_stats, label=label))
+        except BaseException as error:
+            self.end_interrupted(number, error)
+            raise
 
     def start(
         self,
@@ -280,7 +287,7 @@ class Engine:
         """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
         step = self.open(method, with_stats=with_stats, label=label)
         try:
-            step.begin_result = begin(step)
+            step.take_begin_result(begin(step))
         except BaseException as error:
             self.fail(step, error)
         return step
@@ -309,7 +316,7 @@ class Engine:
             # Parameters may be infinite, masks for instance; and inputs have no part in it.
             code, idle, nonfinite, turn = setup.gathering, frozenset(), "propagate", None
         if turn is not None:
-            turn.synced += 1
+            turn.count_step()
             if turn.over:  # no other rank would take part
                 problem = turn.problem()
                 raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {problem}")
@@ -325,14 +332,13 @@ class Engine:
             idle=idle,
             nonfinite=nonfinite,
             record_time=with_stats,
+            has_next=turn is None or turn.has_next,
+            hook_states=self.hook_states or (),
         )
-        step.hook_states = self.hook_states or ()
-        if turn is not None:
-            step.has_next = turn.has_next
-            if turn.synced > 1:
-                step.fail(turn.problem())
-        self.step += 1
         self._running[step.number] = weakref.ref(step)
+        self.step += 1
+        if turn is not None and turn.synced > 1:
+            step.fail(turn.problem())
         return step
 
     def fail(self, step: Step, error: BaseException) -> None:
@@ -345,10 +351,13 @@ class Engine:
         """Finish a step, and update the state for the next one: idle buckets, and once the plan.
 
         Raises:
+            InternalError: the step has ended before.
             Exception: as `fddp.runtime.finish.finish`.
         """
-        self.last_failed = True  # until it has succeeded
+        if step.number not in self._running:
+            raise InternalError(f"step {step.number} was finished a second time")
         try:
+            self.last_failed = True  # until it has succeeded
             if self.closed_by:  # during the step, perhaps by the very error
                 step.raise_failure()
                 raise ClosedError(self.closed_text)
@@ -357,59 +366,73 @@ class Engine:
                     outcome = finish_step(step)
             else:
                 outcome = finish_step(step)
+            # The state for the next step follows from the report, and is alike on all ranks.
+            report, program = outcome.report, step.program
+            if self.hook_states is not None:
+                self.hook_states = tuple(step.hook_states)
+            if self._collected is not None:
+                self._collected.append(step)
+            if self.round is not None:
+                self.round.note(report, program.schedule)
+            if report.order and self.program.control.with_order:
+                order = [program.plan.reduced[slot] for slot in report.order]
+                self.set_plan(self.terms.rebuilt(program.plan, order))
+            if self.terms.skips_unused:
+                self._idle = _unused_buckets(self.program, report)
+            self.finished = self.step
+            self.last_failed = False
         except BaseException as error:
             self._on_failure(step, error)
             raise
         finally:
             self._running.pop(step.number, None)
-        self.last_failed = False
-        self.finished = self.step
-        if self.hook_states is not None:
-            self.hook_states = tuple(step.hook_states)
-        if self._collected is not None:
-            self._collected.append(step)
-        report, program = outcome.report, step.program
-        if self.round is not None:
-            self._note_inputs(self.round, step, report)
-        if report.order and self.program.control.with_order:
-            order = [program.plan.reduced[slot] for slot in report.order]
-            self.set_plan(self.terms.rebuilt(program.plan, order))
-        if self.terms.skips_unused:
-            self._idle = _unused_buckets(self.program, report)  # of the next step
         return outcome
 
+    def end_interrupted(self, number: int, error: BaseException) -> None:
+        """End the steps from a number on that an error, as of a signal handler, has interrupted
+        before `finish`. Has no effect on others."""
+        for left in [n for n in self._running if n >= number]:
+            step = self._running.pop(left)()
+            self._break(left, error)
+            if step is not None:
+                step.note("interrupted")
+
     def _on_failure(self, step: Step, error: BaseException) -> None:
-        if step.is_orderly:
+        if step.life.name == "failed":
             dump_on_failure(error)
             if self.round is not None and step.report is not None:
-                self._note_inputs(self.round, step, step.report)
+                self.round.note(step.report, step.program.schedule)
             return
+        step.note("interrupted")
+        self._break(step.number, error)
+
+    def _break(self, number: int, error: BaseException) -> None:
+        """Close the engine. A collective was left half-done, or what follows from a step, so ranks
+        no longer agree on the next one."""
         self.recorder.fail()
         dump_on_failure(error, breaks=True)
-        # A collective was left half-done: ranks no longer agree on the next one.
-        step.note("interrupted")
         reason = error_text(error)
-        self.transport.publish_step_failure(step.number, type(error).__name__)
+        self.transport.publish_step_failure(number, type(error).__name__)
         self.transport.abandon(reason)
         self.transport.note_interrupted_step()
         self.close(reason)
 
-    def _note_inputs(self, turn: Round, step: Step, report: ControlReport) -> None:
-        """Note the ranks that have further input; the same on all ranks, also after a failure."""
-        if step.program.schedule.result != "replicated":
-            turn.any_next = report.has_next > 0
-            turn.over = report.has_next == 0
-
     def note_backward(self, *, runs: bool) -> None:
-        """Note that backward of a step begins to run, or has ended. `ValueAndGrad` sets the
-        attribute itself, which saves it the calls."""
+        """Note that backward of a step begins to run, or has ended."""
         self.in_backward = runs
 
-    def note_arrivals(self, step: Step) -> None:
-        """Note the numbers of gradients that arrived in a step, for the next one."""
-        contributions = step.contributions.backward
+    def take_round(self, turn: Round | None) -> None:
+        """Take a round of the loop over uneven inputs; None at its end."""
+        self.round = turn
+
+    def note_arrivals(self, contributions: BackwardContributions | None) -> None:
+        """Note the numbers of gradients that arrived in a backward pass, for the next one."""
         if contributions is not None and contributions.leaf_set is not None:
             self.arrivals = contributions.arrivals()
+
+    def note_in_flight(self, wait: Callable[[], object] | None) -> None:
+        """Note the wait for a step that was started, or that there is none."""
+        self.in_flight = wait
 
     def finish_in_flight(self) -> None:
         """Wait for a step in flight; its handle raises its errors."""
@@ -487,9 +510,7 @@ class Engine:
 
     def fail_step(self, error: BaseException) -> None:
         """Take part in the next step only to report an error, and raise it."""
-        step = self.open(Method.NOTHING)
-        self.fail(step, error)
-        self.finish(step)
+        self.run(Method.NOTHING, lambda step: self.fail(step, error))
 
     def publish_step_failure(self, step: int, error: BaseException) -> None:
         """Publish an error to ranks that wait for this one in an operator of their loss function.

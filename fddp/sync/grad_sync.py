@@ -332,5 +332,5 @@ class GradSync(TreeSync):
     @entrance
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._engine.in_flight = None  # other ranks may not have started it
+            self._engine.note_in_flight(None)  # other ranks may not have started it
         self.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from fddp.core.protocol.control_word import ControlReport
+from fddp.core.schedule.schedule import Schedule
 from fddp.errors import UnevenError
 
 
@@ -46,6 +48,16 @@ class Round:
     synced: int = 0
     any_next: bool = False
     over: bool = False
+
+    def count_step(self) -> None:
+        """Count a step of the loop's body."""
+        self.synced += 1
+
+    def note(self, report: ControlReport, schedule: Schedule) -> None:
+        """Note the ranks that have further input; the same on all ranks, also after a failure."""
+        if schedule.result != "replicated":
+            self.any_next = report.has_next > 0
+            self.over = report.has_next == 0
 
     def problem(self) -> UnevenError:
         """Return the error of a body with no step, or more than one."""

@@ -39,18 +39,18 @@ class StepHandle:
     """
 
     def __init__(self, engine: Engine, step: Step) -> None:
-        """Hold a step that was begun; `advance` launches its collectives."""
+        """Hold a step that was begun; `send` launches its collectives."""
         self.state: tuple[Any, ...] = ()
         self._engine = engine
         self._results: Any = None
         self._error: BaseException | None = None
         self._step: Step | None = step  # None once it has ended
 
-    def advance(self) -> None:
+    def send(self) -> None:
         """Launch the collectives that need not wait for others; with a communication hook, `wait`
         launches them. Never raises: `wait` does."""
         if self._step is not None:
-            self._engine.in_flight = self._finish
+            self._engine.note_in_flight(self._finish)
             send(self._step)
 
     @property
@@ -86,7 +86,7 @@ class StepHandle:
         step, self._step = self._step, None
         if step is None:
             return
-        self._engine.in_flight = None
+        self._engine.note_in_flight(None)
         try:
             self._results = step.begin_result, self._engine.finish(step).leaves
             self.state = tuple(step.hook_states)
@@ -110,10 +110,14 @@ def start_step(
         label: text that must be the same on all ranks, for errors.
     """
     engine.finish_in_flight()
-    is_within_step = engine.is_in_step
-    handle = StepHandle(engine, engine.start(method, begin, label=label))
-    with outside_transforms():
-        handle.advance()
+    is_within_step, number = engine.is_in_step, engine.step
+    try:
+        handle = StepHandle(engine, engine.start(method, begin, label=label))
+        with outside_transforms():
+            handle.send()
+    except BaseException as error:
+        engine.end_interrupted(number, error)
+        raise
     if is_within_step:
         # Ranks launch the step's further collectives at different times.
         engine.finish_in_flight()

@@ -64,14 +64,15 @@ def begin_tree(
     program = step.program
     contributions: Contributions
     _check_method(method, program.schedule)
-    step.hook_states = engine.checked_states(state, "update(grads, state)")
+    if state is not None or step.code.hook is not None:
+        step.take_states(engine.checked_states(state, "update(grads, state)"))
     if program.schedule.virtual is not None:
         contributions, own, treedef = gathered_trees(step, grads, weight)
     else:
         own, treedef = matched_leaves(grads, program, "gradients")
         if isinstance(treedef, ForeignTreeDef):
             # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
-            step.method = Method.NOTHING
+            step.leave_method()
         check_no_derivatives(own, program, "gradients", graphs=True)
         if method is Method.REDUCE:
             check_writable(own, treedef, program)

@@ -64,7 +64,8 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
         while more:
             current = following
             following = EXHAUSTED if isinstance(current, _Failed) else next(items)
-            turn = sync._engine.round = Round(number, following is not EXHAUSTED)
+            turn = Round(number, following is not EXHAUSTED)
+            sync._engine.take_round(turn)
             if isinstance(current, _Failed):
                 sync._engine.fail_step(current.error)
             yield current
@@ -73,7 +74,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
             more = turn.any_next
             number += 1
     finally:
-        sync._engine.round = None
+        sync._engine.take_round(None)
 
 
 def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:

@@ -120,7 +120,7 @@ class ValueAndGrad:
             with step.transport.step_scope(step.number):
                 check_no_transform("value_and_grad")
                 if hook_state is not None or step.code.hook is not None:
-                    step.hook_states = self._engine.checked_states(hook_state, "hook_state=")
+                    step.take_states(self._engine.checked_states(hook_state, "hook_state="))
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with outside_inference_mode():
                     return self._compute(step, args, kwargs, accumulated)
@@ -196,16 +196,16 @@ class ValueAndGrad:
         else:  # of a virtual rank before the last, whose buckets are packed after backward
             contributions.collect(leaves)
             contributions.arm(view, engine.arrivals, step.memory, step.scale, _ignore)
-        engine.in_backward = True
+        engine.note_backward(runs=True)
         try:
             if view.foreign or view.opaque:
                 backward(loss, view, leaves.leaves)
             else:
                 torch.autograd.backward(loss)
         finally:
-            engine.in_backward = False
+            engine.note_backward(runs=False)
             leaves.disarm()
-        engine.arrivals = contributions.arrivals()
+        engine.note_arrivals(contributions)
 
     def _params(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -131,7 +131,7 @@ def gathered_trees(
         structure = treedef
         if isinstance(treedef, ForeignTreeDef):
             # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
-            step.method = Method.NOTHING
+            step.leave_method()
         check_no_derivatives(leaves, step.program, "gradients", graphs=True)
         step.note_devices(leaves)
         sums = sums or new_sums(step)

@@ -65,9 +65,10 @@ def possible(world: World) -> list[Event]:
     if world.awaits:
         inside: list[Event] = ["due", "voted", "forward began", "outputs made", "interrupted"]
         if world.is_closed:
-            return ["transport failed", *inside]
+            return ["transport failed", "closed", *inside]
         changed: list[Event] = ["reported change"] if world.life.name == "complete" else []
-        return [*([] if world.has_failed else RESULTS), *changed, *FAILURES, *inside]
+        # A signal handler or a communication hook of the user may close the module.
+        return [*([] if world.has_failed else RESULTS), *changed, *FAILURES, *inside, "closed"]
     events: list[Event] = [*ALWAYS, "forward began", *OUTPUTS]
     if world.is_queued:
         return [*events, *GRADS, *ENDS, *ABORTS]
@@ -81,8 +82,7 @@ def after(world: World, event: Event, fault: Event | None = None) -> World:
 
     `fault` follows from the action that it names, if that is executed.
     """
-    is_start = event in (*OUTPUTS, *GRADS, "forward began", "joined")
-    if is_start and not (world.is_queued or world.awaits):
+    if "complete owed" in advance(world.life, event)[1]:
         world = executed(world, "due")
         check_hand(world)
         if world.awaits:  # its report comes first
@@ -229,7 +229,7 @@ IMPOSSIBLE: list[tuple[Iterable[State], list[Event]]] = [
     (RUNNING - {"armed", "open"}, ["failed", "armed", "open failed"]),
     (["armed"], [*ABORTS, *OUTPUTS, *GRADS, "armed", "left open", "finalized"]),
     (SUSPENDED, [*REPORTS, *GRADS, *ENDS, *ABORTS, "opened"]),
-    (OWING, [*REPORTS, *GRADS, *OUTPUTS, *ENDS, *ABORTS, "forward began", "joined", "left out"]),
+    (OWING, [*REPORTS, *ENDS, *ABORTS, "left out"]),
     (["complete", "dropping"], [*GRADS, *OUTPUTS, *ENDS, *ABORTS, "finalized", "raised"]),
     (["failing", "joining"], [*GRADS, *OUTPUTS, *ENDS, *ABORTS, "reported change", "raised"]),
     (["failing"], RESULTS),
@@ -319,10 +319,24 @@ interrupted
   output reached    -> reached: queue end
   grad arrived      -> open: save, open, arm
   interrupted       -> broken: forget end, abandon, restore, release
+closed while its report is awaited
+  output reached    -> reached: queue end
+  grad arrived      -> open: save, open, arm
+  backward ended    -> complete: await report
+  closed            -> complete: abandon
+  transport failed  -> broken: abandon, restore, release, raise
 closed after an aborted pass
   output reached    -> reached: queue end
   pass aborted      -> owed
   closed            -> broken: abandon, release
+aborted, as another thread learns just before a forward pass
+  output reached    -> reached: queue end
+  due               -> reached
+  pass aborted      -> owed
+  forward began     -> owed: complete owed
+  due               -> failing: open empty, fail, await report
+  reported failure  -> failed: exchange failures, release, raise
+  forward began     -> idle
 out of inputs
   joined            -> joining: take part, await report
   reported regular  -> ended: release
@@ -379,6 +393,12 @@ def test_outputs_are_taken_unseen_where_nothing_is_decided() -> None:
         assert is_free == (name in BETWEEN or name in RUNNING)
         if is_free and name != "armed":
             assert advance(Life(name), "output reached")[1] in ((), ("queue end",))
+
+
+def test_failures_that_threads_of_devices_note_leave_the_state_of_a_step() -> None:
+    """They are noted without a lock, while backward runs."""
+    for name in ("open", "armed"):
+        assert advance(Life(name), "failed") == (Life(name), ("fail",))
 
 
 # Ranks that meet

@@ -139,20 +139,26 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
         return counts, sync.transport == "c10d"
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @on_threads(2)
-def test_the_word_of_an_idle_bucket_is_sent_apart(group: Any) -> None:
-    """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has."""
+def test_the_word_of_an_idle_bucket_is_sent_apart(group: Any, holds: bool) -> None:
+    """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has; also
+    by a rank on which the bucket has memory."""
     params = {"a": torch.zeros(3), "b": torch.zeros(3)}
     plan = fddp.plan_buckets(params, **SMALL)
     (last,) = (plan.paths[leaf] for leaf in plan.buckets[-1].leaves)
 
     def loss_fn(p: dict[str, Tensor]) -> Tensor:
+        (running,) = sync._engine._running.values()
+        step = running()
+        if holds and group.rank and step is not None:
+            step.memory(1)
         return sum(p[name].sum() for name in p if name != last)
 
     with fddp.GradSync(plan, group=group) as sync:
         sync._engine._idle = frozenset({1})
         issued = record_issued(sync)
-        _, grads = sync.value_and_grad(loss_fn)(params)
+        grads = sync.value_and_grad(loss_fn, with_info=holds)(params)[1]
         assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
     found = {name: None if g is None else g.tolist() for name, g in grads.items()}
     assert found == {name: [1.0] * 3 if name != last else None for name in "ab"}

@@ -322,7 +322,7 @@ def entered_in_backward(rank: int, world_size: int) -> list[str]:
 
 
 def test_backward_enters_python_at_the_first_gradient_and_at_its_end(ranks: RankPool) -> None:
-    assert ranks.run(1, entered_in_backward) == [["on_first_grad", "finish"]]
+    assert ranks.run(1, entered_in_backward) == [["on_first_grad", "on_end"]]
 
 
 def test_without_hooks_gradients_stay_local() -> None:

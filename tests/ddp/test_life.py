@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fddp
 from fddp.core.protocol.lifecycle import BETWEEN, Event, Life, advance
 from fddp.ddp.parameters import HookedParameters
+from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.step import Step
 from tests.support.groups import init_rpc
 from tests.support.ranks import run_fresh
@@ -73,6 +74,27 @@ def aborted(ddp: Any, rank: int) -> None:
     with contextlib.suppress(ValueError, fddp.PeerError):
         plain(ddp, rank)
     ddp.module.fails_in_backward = False
+    plain(ddp, rank)
+
+
+def aborted_unseen(ddp: Any, rank: int) -> None:
+    """A thread of a device frees the pass just after the next forward pass has looked for it."""
+    ddp.module.fails_in_backward = rank == 1
+    loss = ddp(batch(rank)).square().mean()
+    ddp.module.fails_in_backward = False
+    settle = ddp.steps.settle
+
+    def settle_before() -> None:
+        settle()
+        del ddp.steps.settle
+        with contextlib.suppress(ValueError):
+            loss.backward()
+
+    if rank == 1:
+        ddp.steps.settle = settle_before
+    else:
+        with contextlib.suppress(fddp.PeerError):
+            loss.backward()
     plain(ddp, rank)
 
 
@@ -174,6 +196,7 @@ RUNS: list[tuple[Program, list[str], list[str]]] = [
     (gradients_of_inputs, [*STEP[:2], "touched", "expected", *STEP * 2], []),
     (no_gradient_on_a_rank, [*STEP * 2, *STEP[:3], *ENDED], STEP * 3),
     (aborted, [*FAILED, *STEP * 2], [*OPEN, "aborted", "failing", "failed", *STEP * 2]),
+    (aborted_unseen, [], [*OPEN, "aborted", "failing", "failed", *STEP * 2]),
     (aborted_in_step, FAILED, [*OPEN, "aborted", "failing", "failed"]),
     (raised_in_step, [], [*STEP * 2, *STEP[:2], "failing", "failed", *STEP * 2]),
     (finalized, [*OPEN, "suspended", *ENDED] * 2, [*OPEN, "suspended", *ENDED] * 2),
@@ -269,6 +292,25 @@ def test_runs_in_contexts_of_distributed_autograd(tmp_path: Path) -> None:
 
 
 # Functional steps
+
+
+def test_a_step_is_armed_before_threads_of_devices_can_fail_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise one of them could note a failure between the two halves of "armed"."""
+    arm, found = BackwardContributions.arm, []
+
+    def noted(self: Any, view: Any, previous: Any, buffer_of: Any, *args: Any) -> None:
+        found.append(buffer_of.__self__.life.name)
+        arm(self, view, previous, buffer_of, *args)
+
+    monkeypatch.setattr(BackwardContributions, "arm", noted)
+
+    def run(group: Any) -> None:
+        plain(DDP(net(), process_group=group), group.rank)
+
+    fddp.loopback(1, run)
+    assert found == ["armed", "armed"]
 
 
 def test_runs_of_functional_steps(monkeypatch: pytest.MonkeyPatch) -> None:

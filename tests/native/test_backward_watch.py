@@ -60,7 +60,7 @@ class Handler:
     def on_abort(self) -> None:
         self.calls.append("abort")
 
-    def finish(self) -> None:
+    def on_end(self) -> None:
         self.calls.append("end")
 
 
@@ -166,8 +166,8 @@ class Fails(Handler):
         super().on_abort()
         raise RuntimeError("nothing to restore")
 
-    def finish(self) -> None:
-        super().finish()
+    def on_end(self) -> None:
+        super().on_end()
         raise KeyError("at the end")
 
 
@@ -375,7 +375,7 @@ class Driver:
         self._take_news()
         self._follow()
 
-    def finish(self) -> None:
+    def on_end(self) -> None:
         self.note("backward ended")
 
 

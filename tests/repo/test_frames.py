@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
         "check_no_transform",
     ),
     "after close": Case(lambda g: closed(g)(ONE), fddp.ClosedError, "__call__", "check_usable"),
-    "not finite": Case(not_finite, fddp.NonFiniteError, "__call__", "raise_failure"),
+    "not finite": Case(not_finite, fddp.NonFiniteError, "__call__", "_stopped"),
     "update": Case(
         lambda g: sync(g).update(ONE, 3), fddp.TreeMismatchError, "update", "checked_states"
     ),
@@ -386,9 +386,9 @@ CASES: dict[str, Case] = {
     "ddp.join": Case(lambda g: wrapped(g, virtual_ranks=2).join(), ValueError, "join", "join"),
     "a second hook": Case(second_hook, RuntimeError, "register_comm_hook", "_set_hook"),
     "the end of backward": Case(
-        failing_hook, LookupError, "finish", "apply", ("boom_hook", "boom")
+        failing_hook, LookupError, "on_end", "apply", ("boom_hook", "boom")
     ),
-    "in_step of a peer": Case(in_step, fddp.PeerError, "finish", "_give_up", ranks=2),
+    "in_step of a peer": Case(in_step, fddp.PeerError, "on_end", "_give_up", ranks=2),
     # Values
     "plan_buckets": Case(
         lambda g: fddp.plan_buckets(ONE, order=[3]), ValueError, "plan_buckets", "_check_indices"

@@ -346,3 +346,54 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
     run.phase = "free"
     executor.run(native.Phase.FREE)
     assert run.ran == order
+
+
+def test_a_list_without_operations_after_the_report_reads_it() -> None:
+    """Otherwise its step would end without the weights and failures of the other ranks."""
+    module = extension.compiled
+    word = module.Instr("word", "always", False, False, bucket=-1, start=0, stop=0, waits=[])
+    program = module.StepProgram(
+        [word],
+        [],
+        leaves=0,
+        last_bucket=-1,
+        summed_word=0,
+        world_size=1,
+        average=False,
+        has_views=False,
+        limb_bits=0,
+        limbs=1,
+    )
+    called: list[str] = []
+
+    class Owner:
+        """What the executor refers to weakly."""
+
+    def note(name: str, result: Any) -> Any:
+        called.append(name)
+        return result
+
+    calls = module.StepCalls(
+        lambda step, position, wait_soon: note("run", None),
+        lambda step, position, error: None,
+        lambda step: note("write", torch.zeros(1)),
+        lambda step, is_regular: note("read", ([], False)),
+    )
+    owner = Owner()
+    executor = module.Executor(
+        program,
+        calls,
+        collectives_of_one().native,
+        module.FlightRing(64),
+        0,
+        0,
+        weakref.ref(owner),
+        [],
+        False,
+        False,
+    )
+    executor.run(native.Phase.COMPLETE)
+    assert called == ["write", "run"]
+    executor.run(native.Phase.FREE)
+    executor.run(native.Phase.FREE)
+    assert called == ["write", "run", "read"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fddp
+from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.nonfinite import MOST_NAMED, Count, NonFiniteCounts, nonfinite_error
 from tests.support.collectives import collectives_called
 from tests.support.models import same_bits
@@ -314,3 +316,47 @@ def test_as_one_process_would_decide(data: st.DataObject) -> None:
             rounding = largest * torch.finfo(torch.float32).eps * ranks
             bound = rounding + float(mean.abs().max()) * torch.finfo(dtype).eps
             torch.testing.assert_close(grads["w"].double(), mean, rtol=0.0, atol=bound)
+
+
+# A rank that is lost after the decision
+
+
+@pytest.mark.parametrize("call", ["all_gather_in_place", "exchange"])
+def test_a_rank_that_is_lost_once_a_step_is_stopped_is_located(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives in flight are awaited, and numbers of non-finite gradients exchanged."""
+    on_report, is_stopped = FiniteCheck.on_report, threading.Event()
+
+    def noted(self: FiniteCheck, *args: Any) -> None:
+        is_stopped.set()
+        on_report(self, *args)
+
+    def leave(*_: Any, **__: Any) -> Any:
+        is_stopped.wait(10.0)  # of the other rank
+        raise KeyboardInterrupt
+
+    def run(group: Any) -> fddp.RankLostError | None:
+        params = {"a": torch.ones(4), "b": torch.ones(4)}
+        with fddp.GradSync(params, group=group, nonfinite="raise", deterministic=True) as sync:
+            if group.rank == 1:
+                setattr(sync._engine.transport, call, leave)
+            try:
+                sync({name: leaf * NAN for name, leaf in params.items()})
+            except fddp.RankLostError as error:
+                return error
+            except KeyboardInterrupt:
+                pass
+        return None
+
+    monkeypatch.setattr(FiniteCheck, "on_report", noted)
+    error, _ = fddp.loopback(2, run)
+    assert error is not None
+    assert error.step == 0
+    if call == "exchange":  # which is of no bucket
+        assert str(error).startswith("the exchange of failures of step 0: exchange of counts")
+        assert (error.bucket, error.paths) == (-1, ())
+    else:
+        assert str(error).startswith("bucket 0 (")
+        assert "of step 0" in str(error)
+        assert (error.bucket, error.paths) == (0, ("b", "a"))

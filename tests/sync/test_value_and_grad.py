@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor
 
 import fddp
+from fddp.sync import engine as engines
+from fddp.sync.engine import Engine
+from fddp.sync.step_handle import StepHandle
+from tests.support.endings import Ending, ending
 from tests.support.models import (
     Params,
     batch,
@@ -19,6 +24,7 @@ from tests.support.models import (
     mlp_loss,
     rand,
 )
+from tests.support.ranks import RankPool
 
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}
 
@@ -292,3 +298,81 @@ def test_an_error_in_an_inner_call_ends_the_outer_one_on_all_ranks() -> None:
             return type(caught.value).__name__, after
 
     assert fddp.loopback(2, run) == [("PeerError", [1.0, 1.0]), ("WeightError", [1.0, 1.0])]
+
+
+def close_in_the_loss(rank: int, world_size: int) -> list[Ending]:
+    def loss_fn(p: Params) -> Tensor:
+        sync.close()
+        return p["w"].sum()
+
+    params: Any = {"w": torch.ones(3)}
+    sync = fddp.GradSync(params, transport="shm")
+    step = sync.value_and_grad(loss_fn)
+    return [ending(lambda: step(params)) for _ in range(2)]
+
+
+def test_a_step_that_outlives_its_sync_is_closed(ranks: RankPool) -> None:
+    for ends in ranks.run(2, close_in_the_loss):
+        for end in ends:
+            assert end.kinds[0] == "ClosedError"
+            assert end.text.startswith(
+                "this GradSync, or its owner, is closed (close() was called)"
+            )
+
+
+# Interruptions, as by a signal handler, just after a function has returned.
+PLACES: list[tuple[Any, str, bool]] = [
+    (Engine, "open", False),  # before the step was begun
+    (Engine, "open", True),
+    (Engine, "start", False),  # before it is finished
+    (Engine, "start", True),  # before its handle is made
+    (StepHandle, "send", True),
+    (engines, "finish_step", False),  # before its results are returned
+    (engines, "finish_step", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "is_started"), PLACES)
+def test_an_interrupted_step_is_ended(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_started: bool
+) -> None:
+    """Otherwise the other ranks would wait, or ranks would take different next steps."""
+    function, interrupted = getattr(owner, name), list[int]()
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if threading.get_ident() in interrupted:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupt)
+
+    def run(group: Any) -> list[Ending]:
+        params = {"w": torch.ones(3)}
+        with fddp.GradSync(params, group=group, timeout_s=20.0) as sync:
+            if group.rank == 1:
+                interrupted.append(threading.get_ident())
+            ends = []
+            for _ in range(2):
+                call = (lambda: sync.start(params).wait()) if is_started else (lambda: sync(params))
+                ends.append(ending(call))
+            assert not sync._engine.is_in_step
+            return ends
+
+    others, own = fddp.loopback(2, run)
+    assert [end.kinds[0] for end in own] == ["KeyboardInterrupt", "ClosedError"]
+    assert {end.kinds[0] for end in others} <= {"no error", "RankLostError", "ClosedError"}
+    assert any("lost rank 1" in end.text for end in others)
+
+
+def test_a_step_ends_once() -> None:
+    with fddp.loopback(1, lambda group: fddp.GradSync({"w": torch.ones(3)}, group=group))[
+        0
+    ] as sync:
+        engine = sync._engine
+        with engine.collect_steps() as steps:
+            sync({"w": torch.ones(3)})
+        with pytest.raises(fddp.errors.InternalError, match="step 0 was finished a second time"):
+            engine.finish(steps[0])
+        assert not engine.last_failed
+        assert sync({"w": torch.ones(3)})["w"].tolist() == [1.0] * 3

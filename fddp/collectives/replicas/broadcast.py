@@ -81,9 +81,7 @@ def broadcast(
         except Exception as error:
             failure = error
         _check_alike(transport, specs, src, failure)
-        tensors = [
-            leaf.detach().resolve_conj().resolve_neg() for leaf in leaves if leaf is not None
-        ]
+        tensors = [leaf.detach() for leaf in leaves if leaf is not None]
         copies = iter(broadcast_tensors(transport, tensors, src))
         return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
 

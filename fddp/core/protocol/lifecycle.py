@@ -109,6 +109,7 @@ Action = Literal[
     "release",  # Drop the state of the step.
     "raise",
     "raise unfinalized",  # The caller has to finalize the step first.
+    "complete owed",  # Complete the step that other ranks wait for. Then the event comes again.
     "raise nothing to finalize",
 ]
 
@@ -129,6 +130,12 @@ SUSPENDED: frozenset[State] = frozenset({"suspended", "suspended in context"})
 
 OWING: frozenset[State] = frozenset({"aborted", "owed"})
 """States after an aborted pass. Other ranks wait for the step."""
+
+
+_STARTS: tuple[Event, ...] = (
+    *("forward began", "output reached", "inputs reached", "joined"),
+    *("grad arrived", "context grad arrived"),
+)
 
 
 class Life(NamedTuple):
@@ -216,6 +223,8 @@ def _owing(name: State, opens: Actions) -> _Rows:
     return {
         "due": failing,
         "raised": failing,
+        # A thread of a device may free the aborted pass at any time, also right after "due".
+        **dict.fromkeys(_STARTS, (name, ("complete owed",))),
         "outputs made": (name, ()),
         "voted": None,
         "finalized": (name, ("raise nothing to finalize",)),
@@ -351,8 +360,8 @@ def advance(life: Life, event: Event) -> tuple[Life, Actions]:
     if row is None:
         return life, ()
     name, actions = row
-    if "raise unfinalized" in actions:
-        return life, actions
+    if "raise unfinalized" in actions or "complete owed" in actions:
+        return life, actions  # the event has not come yet
     expects = _EXPECTS.get(event, life.expects)
     reached = life.reached or event in ("output reached", "inputs reached")
     if name in BETWEEN and life.name not in BETWEEN and life.name != "touched":

@@ -64,7 +64,7 @@ class EndOfBackward {
     const PythonEntry python;
     if (!is_current()) return;
     watch_->end_ = nullptr;
-    driver_.attr("finish")();
+    driver_.attr("on_end")();
   }
 
  private:

@@ -48,7 +48,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   enum News { kNothing = 0, kOutputReached = 1, kPassAborted = 2 };
   int take_news() { return std::exchange(news_, kNothing); }
 
-  // Queue a call of the driver's `finish` at the end of the running graph task, unless one is queued
+  // Queue a call of the driver's `on_end` at the end of the running graph task, unless one is queued
   // already.
   void queue_end() { queue_end(driver()); }
 
