@@ -462,7 +462,6 @@ class StepBucket:
         layout: Layout,
         packing: BucketPacking,
         padded_numel: int,
-        max_safe_magnitude: float,
         keep: bool,
         text: str,
     ) -> None: ...

@@ -20,7 +20,6 @@ sources are not read if the scale is zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -65,10 +64,7 @@ def pack_(
         >>> buffer
         tensor([0.5000, 1.0000, 0.0000])
     """
-    if buffer.device.type in _COMPILED:
-        return extension.compiled.pack_(buffer, layout.native, sources, scale)
-    extension.compiled.foreach_pack_(buffer, layout.native, sources, scale)
-    return math.nan
+    return extension.compiled.pack_(buffer, layout.native, sources, scale)
 
 
 def pack_add_(
@@ -87,10 +83,7 @@ def pack_add_(
         >>> buffer
         tensor([1.5000, 0.0000, 1.0000])
     """
-    if buffer.device.type in _COMPILED:
-        return extension.compiled.pack_add_(buffer, layout.native, sources, scale)
-    extension.compiled.foreach_pack_add_(buffer, layout.native, sources, scale)
-    return math.nan
+    return extension.compiled.pack_add_(buffer, layout.native, sources, scale)
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:

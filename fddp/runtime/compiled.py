@@ -49,7 +49,8 @@ class CompiledProgram:
 
     Attributes:
         collectives: all-reduces in the extension.
-        is_native: True if the extension packs and reduces buckets.
+        is_on_cpu: True if all buckets are on the CPU.
+        is_native: True if the extension sends the control word, and packs buckets.
         has_views: True if the results of a regular step are slices of the buffers.
         has_regular_words: True if `regular_word` describes regular steps.
     """
@@ -59,11 +60,9 @@ class CompiledProgram:
         self.hook = hook
         self.collectives = transport.native_collectives()
         schedule, plan = program.schedule, program.plan
-        is_on_cpu = transport.control_device.type == "cpu"
+        self.is_on_cpu = all(bucket.device == "cpu" for bucket in program.buckets)
+        self.is_native = hook is None and transport.control_device.type == "cpu"
         is_mean = schedule.result != "replicated"  # else it gathers shards
-        self.is_native = (
-            hook is None and is_on_cpu and all(bucket.device == "cpu" for bucket in program.buckets)
-        )
         self.packs_natively = self.is_native and is_mean
         has_local = len(plan.order) < sum(leaf.reducible for leaf in plan.leaves)
         self.has_views = (
@@ -72,11 +71,7 @@ class CompiledProgram:
             and all(bucket.is_view and not bucket.sparse for bucket in program.buckets)
         )
         self.has_regular_words = (
-            hook is None
-            and is_on_cpu
-            and is_mean
-            and schedule.virtual is None
-            and schedule.scaling != "after"
+            self.packs_natively and schedule.virtual is None and schedule.scaling != "after"
         )
         # Start of the fingerprints of steps, equal on all ranks with this program.
         self.seed = zlib.crc32(schedule.shared_digest.encode())
@@ -96,7 +91,6 @@ class CompiledProgram:
                 bucket.layout.native,
                 program.packings[bucket.index],
                 bucket.padded_numel,
-                bucket.max_safe_magnitude,
                 bucket.index in schedule.retained,
                 bucket.text,
             )
@@ -149,8 +143,11 @@ class CompiledProgram:
         )
 
     def _is_plain(self, op: Op) -> bool:
-        """Return True for a sum of a bucket over all ranks."""
-        axes = tuple(name for name, _ in self.program.schedule.topology.axes)
+        """Return True for a sum of a bucket over all ranks, which the extension can start."""
+        topology = self.program.schedule.topology
+        if self.program.buckets[op.bucket].device != "cpu" and topology.world_size > 1:
+            return False
+        axes = tuple(name for name, _ in topology.axes)
         return op.kind == "all_reduce" and op.axes == axes and op.region.buffer != "repair"
 
     def regular_word(self, method: Method) -> RegularWord:

@@ -257,6 +257,8 @@ def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> 
 def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
     """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
     magnitudes; NaN if unknown."""
+    if math.isnan(peak) and step.check is None:
+        return  # nobody asks, and the control word stays a regular one
     again, finite = op.when == "again", not math.isinf(peak)
     step.executor.note_magnitude(finite)
     if step.check is not None:

@@ -262,7 +262,7 @@ class Step:
         self.contributions, self.allow_idle_ranks = contributions, allow_idle_ranks
         if self.nonfinite == "raise":
             contributions.retain_sources()
-        if not self.code.is_native:
+        if not self.code.is_on_cpu:
             self.note_devices(leaves)
         if self.code.hook is not None:
             self.scale = self.sums.scale(contributions.weight)
@@ -325,7 +325,7 @@ class Step:
             buffer = self.source.aliased_memory(index, self.pool)
             if buffer is not None:
                 return buffer
-        device = _CPU if self.code.is_native else self.devices[bucket.device]
+        device = _CPU if self.code.is_on_cpu else self.devices[bucket.device]
         spec = index, bucket.buffer_numel, bucket.wire_dtype, device
         try:
             return self.pool.acquire(*spec)

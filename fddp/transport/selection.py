@@ -59,7 +59,7 @@ def _name_and_title(text: bytes) -> tuple[str, str]:
 def _use_memory(c10d: C10dTransport, wanted: str) -> None:
     """Share memory where this is possible."""
     if c10d.control_device.type != "cpu":
-        c10d.reason = "the group has no backend for the CPU, and only CPU memory can be shared"
+        c10d.reason = "torch has no gloo here, and only CPU memory can be shared"
     elif wanted == "auto" and c10d.world_size == 1:
         c10d.reason = "the group has only one rank"
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,27 +53,45 @@ def test_on_a_gpu(name: str) -> None:
     check((name,), "cuda")
 
 
-def waits_on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    waits = lag.load()
-    group = dist.new_group(backend="cpu:gloo,lag:lag")
-    own = Rank(rank, group, torch.device("lag", 0))
+def waits_on_rank(rank: int, world_size: int, *backends: str) -> list[dict[str, list[str]]]:
+    return [waits_over(rank, backend) for backend in backends]
+
+
+def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
+    waits, found = lag.load(), {}
+    group = dist.new_group(backend=backend)
+    device = torch.device("lag", 0)
+    own = Rank(rank, group, device)
     params, x = own.put(mlp()), own.put(batch(rank, 0))
-    with fddp.GradSync(params, group=group, **SMALL) as sync:
-        plain, informed = (sync.value_and_grad(mlp_loss, with_info=flag) for flag in (False, True))
-        for _ in range(2):
-            plain(params, x)
+
+    def count(name: str, call: Callable[[], Any], before: int = 2) -> None:
+        for _ in range(before):
+            call()
         waits.take_waits()
-        plain(params, x)
-        without = waits.take_waits()
-        informed(params, x)
+        call()
+        found[name] = waits.take_waits()
+
+    with fddp.GradSync(params, group=group, **SMALL) as sync:
         assert len(sync.plan.buckets) > 2
-        return without, waits.take_waits()
+        step, informed = (sync.value_and_grad(mlp_loss, with_info=flag) for flag in (False, True))
+        count("value_and_grad", partial(step, params, x))
+        count("value_and_grad, with_info", partial(informed, params, x))
+        grads = step(params, x)[1]
+        count("sync", partial(sync, grads))
+    with fddp.GradSync(params, group=group, algorithm="reduce_scatter", **SMALL) as sync:
+        count("shards", lambda: sync.all_gather(sync.reduce_scatter(grads)))
+    count("pmean", lambda: fddp.pmean(grads, group))
+    net = fddp.DistributedDataParallel(module(device), process_group=group)
+    x = batch(rank, 0).to(device)
+    # The first steps are measured, which waits.
+    count("wrapper", lambda: net(x).sum().backward(), before=11)
+    return found
 
 
 def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
-    for without, informed in run(waits_on_rank):
-        assert without == []
-        assert informed == ["copy to the host"]
+    for found in itertools.chain(*run(waits_on_rank, "cpu:gloo,lag:lag", "lag:lag")):
+        assert found.pop("value_and_grad, with_info") == ["copy to the host"]
+        assert not any(found.values()), found
 
 
 def buffers_on_rank(rank: int, world_size: int) -> list[str]:

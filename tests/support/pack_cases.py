@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fddp.native import pack
+from fddp.native import extension, pack
 from fddp.native.layout import Layout, Stats, contiguous_strides
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +28,13 @@ def multi_tensor(name: str) -> Any:
         with patch.object(pack, "_COMPILED", frozenset()):
             return getattr(pack, name)(*args, **kwargs)
 
-    return run
+    def run_packing(
+        buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+    ) -> float:
+        getattr(extension.compiled, f"foreach_{name}")(buffer, layout.native, sources, scale)
+        return math.nan
+
+    return run_packing if name.startswith("pack_") else run
 
 
 pack_foreach = SimpleNamespace(

@@ -242,12 +242,10 @@ void Executor::run_in_python(int64_t position) const {
 void Executor::pack(int64_t position) {
   const Instr& instr = program_->instrs[position];
   if (instr.is_native && (packs_leaves_ || counter_)) {
-    const StepBucket& bucket = program_->buckets[instr.bucket];
     const at::Tensor& buffer = memory(instr.bucket);
     if (packs_leaves_ || counter_) {  // Python may have failed for lack of memory
       try {
-        const double amax = pack_natively(instr.bucket, buffer);
-        if (!(amax <= bucket.max_safe_magnitude)) note_magnitude(!std::isinf(amax));
+        pack_natively(instr.bucket, buffer);
       } catch (...) {
         const std::exception_ptr error = std::current_exception();
         const PythonEntry python;
@@ -261,15 +259,17 @@ void Executor::pack(int64_t position) {
   run_in_python(position);
 }
 
-double Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
+void Executor::pack_natively(int64_t b, const at::Tensor& buffer) {
   const StepBucket& bucket = program_->buckets[b];
   const int64_t numel = bucket.layout.numel();
   if (numel < bucket.padded_numel) {
-    auto* const end = static_cast<char*>(buffer.data_ptr()) + numel * buffer.itemsize();
-    std::memset(end, 0, static_cast<size_t>((bucket.padded_numel - numel) * buffer.itemsize()));
+    buffer.narrow(0, numel, bucket.padded_numel - numel).zero_();
   }
-  if (counter_) return counter_->pack(b, buffer, *bucket.packing, bucket.keep, factor_);
-  return pack_(buffer, bucket.layout, sources_.at(b).tensors(), factor_);
+  if (counter_) {
+    counter_->pack(b, buffer, *bucket.packing, bucket.keep, factor_);
+  } else {
+    pack_(buffer, bucket.layout, sources_.at(b).tensors(), factor_);
+  }
 }
 
 void Executor::launch(int64_t position) {
@@ -445,12 +445,11 @@ void bind_executor(py::module_& m) {
   m.def("is_profiled", &at::hasCallbacks);
   py::class_<StepBucket>(m, "StepBucket")
       .def(py::init([](std::vector<int64_t> leaves, const Layout& layout, std::shared_ptr<BucketPacking> packing,
-                       int64_t padded_numel, double max_safe_magnitude, bool keep, std::string text) {
-             return StepBucket{std::move(leaves), layout, std::move(packing), padded_numel, max_safe_magnitude, keep,
-                               std::move(text)};
+                       int64_t padded_numel, bool keep, std::string text) {
+             return StepBucket{std::move(leaves), layout, std::move(packing), padded_numel, keep, std::move(text)};
            }),
            py::arg("leaves"), py::arg("layout"), py::arg("packing").none(false), py::arg("padded_numel"),
-           py::arg("max_safe_magnitude"), py::arg("keep"), py::arg("text"));
+           py::arg("keep"), py::arg("text"));
   py::class_<Instr>(m, "Instr")
       .def(py::init([](const std::string& kind, const std::string& guard, bool is_native, bool needs_report,
                        int64_t bucket, int64_t start, int64_t stop, std::vector<int64_t> waits) {

@@ -68,7 +68,6 @@ struct StepBucket {
   Layout layout;
   std::shared_ptr<const BucketPacking> packing;
   int64_t padded_numel;  // elements that collectives work on
-  double max_safe_magnitude;
   bool keep;  // gradients are retained for a second reduction
   std::string text;
 };
@@ -171,7 +170,7 @@ class Executor : public BucketListener {
   void execute(int64_t position);
   void run_in_python(int64_t position) const;
   void pack(int64_t position);
-  double pack_natively(int64_t bucket, const at::Tensor& buffer);
+  void pack_natively(int64_t bucket, const at::Tensor& buffer);
   void write_word(int64_t bucket);
   void read_report();
   bool is_sum_of_regular_words() const;

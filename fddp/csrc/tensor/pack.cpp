@@ -60,6 +60,8 @@ double run_copy_tasks(const KernelTasks<CopyKernel>& tasks, double scale) {
   return amax.load();
 }
 
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
 double scaled_amax(double amax, double scale) {
   if (amax == 0.0 || std::isinf(amax)) return amax;
   const double scaled = amax * std::abs(scale);
@@ -122,11 +124,19 @@ double pack_leaves_(
 }  // namespace
 
 double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+  if (!buffer.is_cpu()) {
+    foreach_pack_(buffer, layout, sources, scale);
+    return kUnknown;
+  }
   return pack_leaves_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
 }
 
 double pack_add_(
     const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+  if (!buffer.is_cpu()) {
+    foreach_pack_add_(buffer, layout, sources, scale);
+    return kUnknown;
+  }
   return pack_leaves_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
 }
 

@@ -1,5 +1,5 @@
-// Pack copies many leaves into one buffer; unpack copies a buffer into many leaves. CPU memory
-// only.
+// Pack copies many leaves into one buffer; unpack copies a buffer into many leaves. Packing on other
+// devices than the CPU is that of foreach_pack.h; the rest is for the CPU only.
 //
 // Each function validates all arguments before it writes the first element. None needs the GIL.
 // None may be called within parallel_for.
@@ -17,7 +17,8 @@ namespace fddp {
 // buffer[slot] = cast(source * scale). A missing source, or a scale of zero, writes exact zeros.
 //
 // Return the largest magnitude read times the magnitude of the scale. This bounds the written
-// values up to rounding. Infinity if a value that was read is not finite, else finite.
+// values up to rounding. Infinity if a value that was read is not finite, else finite. NaN on other
+// devices than the CPU, as reading it would wait for the device.
 double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
 
 // buffer[slot] += cast(source * scale). The slot of a missing source stays unchanged.

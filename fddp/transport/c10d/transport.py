@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 _MAX_WORKS = 256  # works remembered before finished ones are removed
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
+_GLOO = {"cpu": "gloo"}
 
 
 class C10dTransport(Transport):
@@ -462,9 +463,11 @@ def _finish(freeing: Sequence[Callable[[], None]]) -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend names by device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    """Backend names by device type, such as {"cpu": "gloo", "cuda": "nccl"}. Where the group has
+    none for the CPU, gloo carries what the host reads, which would wait for the device there."""
     config = dist.get_backend_config(group)
-    return dict(entry.split(":", 1) for entry in config.split(","))
+    backends = dict(entry.split(":", 1) for entry in config.split(","))
+    return backends if "cpu" in backends or not dist.is_gloo_available() else backends | _GLOO
 
 
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -479,18 +482,14 @@ def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def _new_communicators(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
     """Create one communicator for each distinct backend; return them by device type."""
-    names = set(backends.values())
-    if not names <= {"fddp", "gloo", "nccl"}:
-        config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
-        return dict.fromkeys(backends, _GroupCommunicator(spec, config))
-    by_name: dict[str, Communicator] = {}
-    if "fddp" in names:
-        by_name["fddp"] = _new_fddp_communicator(spec)
-    if "gloo" in names:
-        by_name["gloo"] = GlooCommunicator(spec)
-    if "nccl" in names:
-        by_name["nccl"] = NcclCommunicator(spec)
-    return {device: by_name[backend] for device, backend in backends.items()}
+    makers = {"fddp": _new_fddp_communicator, "gloo": GlooCommunicator, "nccl": NcclCommunicator}
+    names = dict.fromkeys(backends.values())
+    by_name = {name: makers[name](spec) for name in names if name in makers}
+    others = {device: name for device, name in backends.items() if name not in makers}
+    if others:
+        config = ",".join(f"{device}:{name}" for device, name in others.items())
+        by_name |= dict.fromkeys(others.values(), _GroupCommunicator(spec, config))
+    return {device: by_name[name] for device, name in backends.items()}
 
 
 def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
