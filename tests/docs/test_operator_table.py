@@ -83,11 +83,11 @@ def test_shapes_and_collectives(name: str) -> None:
 def test_derivatives(name: str) -> None:
     """On one rank, in the names of operators that run."""
     found: list[str] = []
-    copied = execute._copied
+    pack = execute._pack
 
-    def noted(call: Any, leaves: Any) -> Any:
+    def noted(call: Any, *args: Any) -> Any:
         found.append(" of ".join([*call.roles, call.program.operator]))
-        return copied(call, leaves)
+        return pack(call, *args)
 
     def run(group: Any) -> None:
         x = torch.ones(1, 3)
@@ -99,7 +99,7 @@ def test_derivatives(name: str) -> None:
     forward = [] if name == "sync_on_backward" else [name]
     transpose = named(ROWS[name]["Transpose"]) or ["sum_to"]
     tangents = named(ROWS[name]["Tangents"])
-    with mock.patch.object(execute, "_copied", noted):
+    with mock.patch.object(execute, "_pack", noted):
         fddp.loopback(1, run)
     assert found == [
         *forward,
