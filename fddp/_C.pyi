@@ -123,7 +123,7 @@ class PassHandler(Protocol):
 class LocalReports(Protocol):
     """Receiver of reports about gradients that are in no step."""
 
-    def report(self, leaves: Sequence[int]) -> bool:
+    def report(self, leaves: Sequence[int]) -> object:
         """Report a backward pass that left gradients to these leaves, at its end. Return False if
         further passes are not to be reported."""
 

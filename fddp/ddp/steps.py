@@ -190,6 +190,7 @@ class Steps:
                     find_unused=self.options.arguments.find_unused_parameters,
                     static=self.options.arguments.static_graph,
                 )
+                self.__dict__.pop("parameters", None)  # of `watch_unopened`
                 self._hook_parameters()
                 self._start_log()
             except AttributeError as error:  # which a property must not raise
@@ -198,6 +199,15 @@ class Steps:
             if self.settings.in_step:
                 self.engine.transport.enter_step(self.engine.step)
         return self
+
+    def watch_unopened(self) -> None:
+        """Report local gradients also before `open`. Does not communicate."""
+        if not self._reports.is_on:
+            return
+        request, group = current_request(self._watch, self.options, self._group), self._group
+        self.parameters = HookedParameters(request, self.passes, undefined_counts=False)
+        rank = group.rank if isinstance(group, LoopbackGroup) else group.rank()
+        self._reports.follow(self.parameters.names, self.parameters.leaves, rank)
 
     # Events
 
@@ -326,6 +336,7 @@ class Steps:
         if self.work and current_graph_task_id() < 0:
             self.wait_for_work()
         self.note("forward began")
+        self._reports.look()
         if self.step is None and self.options.arguments.lazy_bucket_allocation:
             self._release_memory()
         for handle in self._output_hooks:
@@ -724,6 +735,7 @@ class Steps:
             for param in self.parameters.leaves:
                 param.grad = None
         hooks.reset_used()
+        self._reports.settle()
         is_partial = len(self._here) < len(self.parameters.names)
         if is_partial and 0 in report.users and self.micro_batches is None:
             hooks.await_gradients([users == 0 for users in report.users])
@@ -780,7 +792,8 @@ class Steps:
         self.parameters = HookedParameters(
             self._request, self.passes, undefined_counts=self.usage.reports_unused
         )
-        self._reports.follow(self.parameters.names, self.engine.transport.rank)
+        rank = self.engine.transport.rank
+        self._reports.follow(self.parameters.names, self.parameters.leaves, rank)
 
     def _start_log(self) -> None:
         """Log the settings, once the plan is known."""

@@ -129,8 +129,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             were cleared before (`zero_grad()`); it sets `.grad` to the mean over virtual ranks.
         local_gradients: what a backward pass does that leaves gradients of this rank alone in
             `.grad`, outside of `no_sync`: it came through no output of the wrapper's forward. Not
-            an argument of torch's class. "warn" warns once, "raise" raises `ReplicationError`, with
-            the names of the parameters; "allow" is torch's silence.
+            an argument of torch's class. "warn" warns, once for each line that calls backward, when
+            parameters have changed before a step averaged these gradients. "raise" raises
+            `ReplicationError` in the pass. Both name the parameters. "allow" is torch's silence.
 
     Raises:
         PlanMismatchError: parameters differ between ranks; on every rank. A RuntimeError, as DDP's.
@@ -208,6 +209,8 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
                 0,
                 buffers=self._options.init_sync_buffers,
             )
+        elif not self._all_delayed:
+            self._steps.watch_unopened()
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
 

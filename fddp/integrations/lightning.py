@@ -105,7 +105,8 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
         """Declare the loss of this `training_step` a sum of `count` terms.
 
         The gradients of the step are then those of the mean over all terms, on all ranks and in all
-        accumulated batches. Call it in every `training_step`, under automatic optimization.
+        accumulated batches. Call it in every `training_step`, and under manual optimization before
+        each `manual_backward`, whose loss it counts.
         """
         self._count = 0.0 if self._is_repeat else count
 
@@ -117,6 +118,11 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
             closure_loss = closure_loss * 0.0
         elif self._turn is not None and self._count is None:
             closure_loss = closure_loss * (self.world_size / self._turn.present)
+        if self._count is not None and not self.lightning_module.automatic_optimization:
+            # A pass of its own, beside which other losses may have gradients.
+            count, self._count = self._count, None
+            total = self._tokens_of_ranks().total(count)
+            closure_loss = closure_loss * (self.world_size / total if total else 0.0)
         done: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return done
 
@@ -126,11 +132,15 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
         count, self._count = self._count, None
         if count is None:
             return
-        self._tokens = self._tokens or TokenMean()
-        self._tokens.add(count)
+        tokens = self._tokens_of_ranks()
+        tokens.add(count)
         if self.model.require_backward_grad_sync:
             accumulated = self.lightning_module.trainer.accumulate_grad_batches
-            self._tokens.scale_(self.model.parameters(), accumulated)
+            tokens.scale_(self.model.parameters(), accumulated)
+
+    def _tokens_of_ranks(self) -> TokenMean:
+        self._tokens = self._tokens or TokenMean()
+        return self._tokens
 
 
 @contextmanager

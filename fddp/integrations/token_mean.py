@@ -46,7 +46,7 @@ class TokenMean(Joinable):
 
     def add(self, count: float | Tensor) -> None:
         """Count the tokens of a micro-batch, after its backward pass."""
-        self._count += self._sum(float(count)) if self._join_config.enable else float(count)
+        self._count += self.total(count) if self._join_config.enable else float(count)
 
     def scale_(self, parameters: Iterable[Tensor], factor: float = 1.0) -> None:
         """Scale gradients in place, before they are clipped or used.
@@ -55,23 +55,28 @@ class TokenMean(Joinable):
             parameters: those whose `.grad` is scaled, to zero if no rank has a token.
             factor: divisor of the losses, such as the number of micro-batches.
         """
-        total = self._count if self._join_config.enable else self._sum(self._count)
+        total = self._count if self._join_config.enable else self.total(self._count)
         self._count = 0.0
+        self.scale_by_(parameters, total, factor)
+
+    def scale_by_(self, parameters: Iterable[Tensor], total: float, factor: float = 1.0) -> None:
+        """Scale gradients in place, as `scale_`, by a `total` over all ranks that is known."""
         ranks = 1 if self._ranks is None else self._ranks.world_size
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(ranks * factor / total if total else 0.0)
 
-    def _sum(self, count: float) -> float:
+    def total(self, count: float | Tensor) -> float:
+        """Return the sum of a number over ranks. A collective call."""
         if self._ranks is None:
-            return count
-        return float(psum(torch.tensor(count, dtype=torch.float64), self._ranks))
+            return float(count)
+        return float(psum(torch.tensor(float(count), dtype=torch.float64), self._ranks))
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook with which `Join` has an exhausted rank count nothing."""
         hook = JoinHook()
-        hook.main_hook = lambda: self._sum(0.0)  # type: ignore[method-assign,assignment]
+        hook.main_hook = lambda: self.total(0.0)  # type: ignore[method-assign,assignment]
         return hook
 
     @property

@@ -9,8 +9,8 @@ loader, and a rank with too few batches for a step repeats its last one with the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -37,8 +37,10 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
     """`Trainer` with fddp's `DistributedDataParallel`, and means over labels for any model.
 
     `Trainer` itself divides by the labels of all ranks and accumulated batches if the model accepts
-    `num_items_in_batch`, or with a `compute_loss_func`. Other losses are taken here for the mean
-    over labels that are not -100, and weighted by their number.
+    `num_items_in_batch`, or with a `compute_loss_func`. Other losses, as of a subclass's
+    `compute_loss`, are taken here for the mean over labels that are not -100, and weighted by their
+    number. A subclass that sets `loss_is_scaled_for_ga` is followed: False stands for means of
+    equal weight, and True for losses to be used as they are.
 
     Ranks may have different numbers of batches; see [Note: exhausted ranks in Trainer].
 
@@ -46,10 +48,10 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
         UnevenError: in training: a rank has no batch at all.
     """
 
+    loss_is_scaled_for_ga: bool | None
     _total = 0  # labels of a step, if its losses are to be weighted
     _ranks: Communicator | None = None  # if ranks may have different numbers of batches
     _last: Any = None  # last batch of this rank
-    _weight = 1.0  # of the current batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does, in fddp's wrapper."""
@@ -91,41 +93,51 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
         if num_items is not None and not self.args.average_tokens_across_devices:
             num_items = num_items.clamp(min=1)  # a rank without labels has the weight zero
             weight = len(counts) / sum(map(bool, counts))
-        elif num_items is None and not self._total:
+        elif self.loss_is_scaled_for_ga is False or (num_items is None and not self._total):
             weight = len(counts) * num_batches / sum(counts)
         self._weights.extend([weight] * len(samples) + [0.0] * len(repeats))
         return [*samples, *repeats], num_items
 
     def _set_total(self, batches: list[Any], number: int, num_items: Any, device: Any) -> None:
         """Count the labels of the first `number` batches of all ranks, if losses need weights."""
-        has_labels = num_items is None and all("labels" in batch for batch in batches)
+        is_open = num_items is None and self.loss_is_scaled_for_ga is None
+        has_labels = is_open and all("labels" in batch for batch in batches)
         self._total = 0
         if has_labels and self.args.average_tokens_across_devices:
             own = torch.tensor(sum(map(self._labels, batches[:number])), device=device)
             self._total = int(self.accelerator.gather(own).sum())
-        self.loss_is_scaled_for_ga = True if self._total else None
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward; a repeated batch leaves buffers as they were."""
-        self._weight = self._weights.popleft() if self._weights else 1.0
-        with nullcontext() if self._weight else unchanged_buffers(model):
+        weight = self._weights.popleft() if self._weights else 1.0
+        with self._weighted_losses(weight), nullcontext() if weight else unchanged_buffers(model):
             return super().training_step(model, inputs, *args, **kwargs)
+
+    @contextmanager
+    def _weighted_losses(self, weight: float) -> Iterator[None]:
+        """Let `compute_loss`, which may be a subclass's, return its part in the step's loss."""
+        compute_loss: Any = self.compute_loss
+        total, attributes = self._total, self.__dict__
+        names = ("compute_loss", "loss_is_scaled_for_ga")
+        before = {name: attributes[name] for name in names if name in attributes}
+
+        def weighted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            share = self._labels(inputs) * self.accelerator.num_processes / total if total else 1.0
+            return compute_loss(model, inputs, *args, **kwargs) * (share * weight)
+
+        attributes["compute_loss"] = weighted
+        if total:
+            attributes["loss_is_scaled_for_ga"] = True
+        try:
+            yield
+        finally:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(before)
 
     def _labels(self, inputs: Any) -> int:
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
         return int((labels != -100).sum())
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
-    ) -> Any:
-        """Return the loss; in training, its part in the mean over all labels."""
-        own = self._labels(inputs) if self._total and model.training else 0
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        if own:
-            loss = loss * (own * self.accelerator.num_processes / self._total)
-        if model.training and self._weight != 1.0:
-            loss = loss * self._weight
-        return (loss, outputs) if return_outputs else loss
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loader of an evaluation, with as many batches on each rank."""

@@ -93,6 +93,14 @@ class JitCommunicator:
         return group
 
     @property
+    def is_alone(self) -> bool:
+        """True if the group has one rank."""
+        group = self._living()
+        if isinstance(group, Communicator):
+            return group.world_size == 1
+        return bool((group.size if isinstance(group, LoopbackGroup) else group.size()) == 1)
+
+    @property
     def threads(self) -> bool:
         """True if ranks are threads of one process."""
         group = self._group()

@@ -156,8 +156,24 @@ def _is_inexact(x: Any) -> bool:
     return dtypes.issubdtype(jnp.result_type(x), np.inexact)
 
 
+def _run(*operands: Array, call: Call) -> Any:
+    _refuse_debug_run(call, for_others=False)
+    return internals.apply_primitive(reduce_p, *operands, call=call)
+
+
+def _refuse_debug_run(call: Call, *, for_others: bool) -> None:
+    if communicator_by_id(call.channel).is_alone:
+        return
+    if internals.is_debug_run(for_others=for_others):
+        raise TransformError(
+            f"{call}: jax_debug_nans or jax_debug_infs runs the program again, on ranks whose "
+            f"results had NaN or infinity only, so this reduction would meet a later one of other "
+            f"ranks; what this rank computed before it is finite: look at other ranks' errors, and "
+            f"at what follows the reduction"
+        )
+
+
 def _define(primitive: Primitive, transposed: Operator | None) -> None:
-    primitive.def_impl(partial(internals.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = partial(_transpose, transposed)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -208,8 +224,11 @@ def _execute(call: Call, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
         RuntimeError: the reduction failed; its text identifies the error, see `errors.keep`.
     """
     try:
+        channel = communicator_by_id(call.channel)
+        # Other threads may be other ranks.
+        _refuse_debug_run(call, for_others=not channel.threads)
         sums = run_operator(
-            communicator_by_id(call.channel).communicator,
+            channel.communicator,
             Reduction(call.operator, call.paths, call.site, call.axes, call.roles),
             [_tensor(operand) for operand in operands],
         )
@@ -249,6 +268,8 @@ def _with_way_out(error: Exception, call: Call) -> Exception:
 
 reduce_p.def_effectful_abstract_eval(_reduce_types)
 identity_p.def_abstract_eval(lambda *avals, call: list(avals))
+reduce_p.def_impl(_run)
+identity_p.def_impl(partial(internals.apply_primitive, identity_p))
 _define(reduce_p, transposed=None)
 _define(identity_p, transposed="pmean")
 mlir.register_lowering(reduce_p, _lower_elsewhere)

@@ -127,7 +127,15 @@ def explicit_inputs(ddp: Any) -> tuple[str, ...]:
     return ("first.bias",)
 
 
+def with_an_output_of_no_weight(ddp: Any) -> tuple[str, ...]:
+    with ddp.no_sync():
+        out = ddp(batch())
+    (ddp.module(batch()).sum() + 0.0 * out.sum()).backward()
+    return ALL
+
+
 LOCAL = [
+    with_an_output_of_no_weight,
     module_of_the_wrapper,
     method_of_the_module,
     submodule_kept_elsewhere,
@@ -265,10 +273,22 @@ def named(program: Callable[..., object]) -> str:
     return program.__name__
 
 
+def change(ddp: Any) -> None:
+    with torch.no_grad():
+        for param in ddp.parameters():
+            param.add_(1.0)
+
+
 @pytest.mark.parametrize("program", LOCAL, ids=named)
-def test_local_gradients_raise_or_warn_once(program: Callable[[Any], tuple[str, ...]]) -> None:
+def test_local_gradients_raise_or_warn_where_used(
+    program: Callable[[Any], tuple[str, ...]],
+) -> None:
     def run(group: Any, policy: Any) -> tuple[str, ...]:
-        return program(DDP(Model(), process_group=group, local_gradients=policy))
+        ddp = DDP(Model(), process_group=group, local_gradients=policy)
+        names = program(ddp)
+        change(ddp)
+        ddp(batch())
+        return names
 
     with pytest.raises(fddp.errors.ReplicationError, match="rank 0: a backward pass") as raised:
         fddp.loopback(1, run, "raise")
@@ -284,6 +304,78 @@ def test_local_gradients_raise_or_warn_once(program: Callable[[Any], tuple[str, 
     assert warning.filename == __file__
 
 
+def accumulation(ddp: Any) -> None:
+    ddp.module(batch()).sum().backward()
+    step(ddp)
+
+
+def attack_on_the_input(ddp: Any) -> None:
+    for _ in range(2):
+        ddp.module(batch()).sum().backward()
+        ddp.zero_grad()
+    step(ddp)
+
+
+def adversary(ddp: Any) -> None:
+    generator = DDP(nn.Linear(3, 3), process_group=ddp.process_group)
+    ddp.module(generator(batch())).sum().backward()
+    change(generator)
+    ddp.zero_grad(set_to_none=False)
+    step(ddp)
+
+
+@pytest.mark.parametrize("program", [accumulation, attack_on_the_input, adversary], ids=named)
+def test_harmless_passes_do_not_warn(program: Callable[[Any], None]) -> None:
+    def run(group: Any) -> None:
+        ddp = DDP(Model(), process_group=group)
+        for _ in range(2):
+            program(ddp)
+            change(ddp)
+            ddp.zero_grad()
+
+    fddp.loopback(2, run)
+
+
+def write_data(ddp: Any) -> None:
+    for param in ddp.parameters():
+        param.data -= 0.1 * param.grad
+
+
+def fused(ddp: Any) -> None:
+    torch.optim.SGD(ddp.parameters(), lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize("use", [write_data, fused], ids=named)
+def test_changes_without_a_version_are_seen(use: Callable[[Any], None]) -> None:
+    def run(group: Any) -> None:
+        ddp = DDP(Model(), process_group=group)
+        module_of_the_wrapper(ddp)
+        use(ddp)
+        ddp.zero_grad()
+        ddp(batch())
+
+    with pytest.warns(UserWarning, match="no step averaged them before parameters changed"):
+        fddp.loopback(1, run)
+
+
+@pytest.mark.parametrize("policy", ["warn", "raise"])
+def test_wrappers_without_a_communicator_report(policy: Any) -> None:
+    """Two passes, the first one used; no forward of the wrapper."""
+
+    def run(group: Any) -> None:
+        ddp = DDP(Model(), process_group=group, init_sync=False, local_gradients=policy)
+        for _ in range(2):
+            module_of_the_wrapper(ddp)
+            change(ddp)
+
+    if policy == "warn":
+        with pytest.warns(UserWarning, match="gradients in 4 of 4 parameters"):
+            fddp.loopback(1, run)
+    else:
+        with pytest.raises(fddp.errors.ReplicationError, match="gradients in 4 of 4 parameters"):
+            fddp.loopback(1, run)
+
+
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize("program", MEANT, ids=named)
 def test_other_passes_are_not_reported(program: Callable[[Any], None]) -> None:
@@ -294,16 +386,19 @@ def test_other_passes_are_not_reported(program: Callable[[Any], None]) -> None:
     fddp.loopback(2, run)
 
 
-def test_one_wrapper_warns_once() -> None:
+def test_each_line_warns_once() -> None:
     def run(group: Any) -> None:
         ddp = DDP(Model(), process_group=group)
         for _ in range(3):
             module_of_the_wrapper(ddp)
+            method = ddp.module.method(batch())
+            method.sum().backward()
+            change(ddp)
             step(ddp)
 
-    with pytest.warns(UserWarning, match="Further ones are not reported") as seen:
+    with pytest.warns(UserWarning, match="Further ones of this line are not reported") as seen:
         fddp.loopback(1, run)
-    assert len(seen) == 1
+    assert len({warning.lineno for warning in seen}) == len(seen) == 2
 
 
 def test_an_error_leaves_the_wrapper_usable() -> None:

@@ -60,9 +60,9 @@ def test_what_stock_passes_in_accelerates_scripts(script: str, tmp_path: Path) -
 # Ranks with different numbers of batches
 
 PROGRAMS = {
-    "accelerate": ("uneven_accelerate", 7),
-    "lightning": ("uneven_lightning", 4),
-    "transformers": ("uneven_trainer", 10),
+    "accelerate": ("uneven_accelerate", 18),
+    "lightning": ("uneven_lightning", 8),
+    "transformers": ("uneven_trainer", 18),
 }
 
 

@@ -72,6 +72,25 @@ def test_accumulated_batches(ranks: RankPool, world_size: int, wrapper: str) -> 
     ranks.run(world_size, accumulated, wrapper)
 
 
+def two_losses(rank: int, world_size: int) -> None:
+    """The losses of a model that are differentiated one after another are scaled before."""
+    model, tokens = fddp.DistributedDataParallel(built()), TokenMean()
+    for number in range(2):
+        rows = batch(rank, 0, number)
+        scale = world_size / tokens.total(len(rows))
+        (model(rows).square().sum() * scale).backward()
+    wanted = built()
+    for number in range(2):
+        union = torch.cat([batch(r, 0, number) for r in range(world_size)])
+        wanted(union).square().mean().backward()
+    for found, parameter in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_two_losses_of_one_model(ranks: RankPool) -> None:
+    ranks.run(2, two_losses)
+
+
 def joined(rank: int, world_size: int, wrapper: str) -> None:
     """Rank r has r batches fewer."""
     model = WRAPPERS[wrapper](built())

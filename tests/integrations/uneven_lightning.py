@@ -55,6 +55,34 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return uneven_task.loader(RANK)
 
 
+class Manual(Module):
+    """Two losses, of one model or of two, and steps of its own."""
+
+    def __init__(self, owners: tuple[int, ...]) -> None:
+        super().__init__()
+        self.automatic_optimization, self.owners = False, owners
+        self.other = uneven_task.tagger()
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        """Run a backward pass for each loss."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for number, owner in enumerate(self.owners):
+            loss, count = uneven_task.sums(number, (self.tagger, self.other)[owner], batch)
+            self.trainer.strategy.count_tokens(count)
+            self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer."""
+        return torch.optim.Adam(self.trained(), lr=0.05)
+
+    def trained(self) -> list[Any]:
+        """Return the parameters of the models with losses."""
+        parts = (self.tagger, self.other)[: max(self.owners) + 1]
+        return [parameter for part in parts for parameter in part.parameters()]
+
+
 class Empty(Module):
     """Rank 0 has no batch."""
 
@@ -95,11 +123,18 @@ def main() -> None:
         for accumulated in (1, 2):
             module = Module(has_length=has_length)
             trainer = fit(module, accumulated)
-            assert float(trainer.callback_metrics["rows"]) == sum(uneven_task.LENGTHS) * 2
+            rows = sum(len(b["labels"]) for r in (0, 1) for b in uneven_task.batches(r))
+            assert float(trainer.callback_metrics["rows"]) == rows
             assert int(module.norm.num_batches_tracked) in {2 * n for n in uneven_task.LENGTHS}
             assert trainer.global_step == 2 * -(-max(uneven_task.LENGTHS) // accumulated)
             name = f"lightning, length {has_length}, {accumulated} accumulated"
-            uneven_task.check(name, module.tagger.parameters(), accumulated)
+            wanted = uneven_task.of_one_process(accumulated)
+            uneven_task.check(name, module.tagger.parameters(), wanted)
+    for owners in ((0,), (0, 0), (0, 1), (0, 1, 1)):
+        manual = Manual(owners)
+        fit(manual, 1)
+        wanted = uneven_task.of_one_process(1, owners)
+        uneven_task.check(f"lightning, manual, losses of {owners}", manual.trained(), wanted)
     for module, text in ((Empty(), "rank 0 has no batch"), (Two(), "one loader")):
         with pytest.raises(UnevenError, match=text):
             fit(module, 1)

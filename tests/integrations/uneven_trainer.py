@@ -35,6 +35,37 @@ class Streaming(Own):
     has_length = False
 
 
+class OwnLoss(Own):
+    """Trainer with a loss of its own, a mean over labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """Return the mean over the labels of a batch."""
+        output = model(**inputs)
+        return (output["loss"], output) if return_outputs else output["loss"]
+
+
+class Means(OwnLoss):
+    """Trainer whose loss is a mean over a batch, of which a step has the mean."""
+
+    loss_is_scaled_for_ga = False
+
+
+class Scaled(OwnLoss):
+    """Trainer whose loss is its part in that of the whole step."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **items: Any
+    ) -> Any:
+        """Return a sum over labels, divided by the number in the step on all ranks."""
+        output = model(inputs["input_ids"])
+        loss, count = task.loss_sum(output["logits"], inputs["labels"])
+        total = items.get("num_items_in_batch")
+        loss = loss * len(uneven_task.LENGTHS) / total if self.is_in_train else loss / count
+        return (loss, output) if return_outputs else loss
+
+
 class Empty(FddpTrainer):
     """Trainer whose rank 0 has no batch."""
 
@@ -91,7 +122,14 @@ def main() -> None:
             for kind, options in ((Own, {}), (Streaming, {"max_steps": steps})):
                 found = train(kind, model().double(), accumulated, **options)
                 name = f"trainer, {model.__name__}, {kind.__name__}, {accumulated} accumulated"
-                uneven_task.check(name, found, accumulated)
+                uneven_task.check(name, found, uneven_task.of_one_process(accumulated))
+            own = (OwnLoss, Means) if model is task.Tagger else (Scaled, Means)
+            for kind in own:
+                found = train(kind, model().double(), accumulated)
+                by_labels = kind is not Means
+                one = uneven_task.of_one_process if by_labels else uneven_task.of_means
+                name = f"trainer, {model.__name__}, {kind.__name__}, {accumulated} accumulated"
+                uneven_task.check(name, found, one(accumulated))
         config = {"even_batches": False}
         found = train(FddpTrainer, model().double(), 1, accelerator_config=config)
         difference = task.difference(found, sharded_alone())

@@ -304,3 +304,58 @@ def after_the_group(rank: int, world_size: int) -> str:
     with pytest.raises(fddp.ClosedError) as caught, named_errors():
         step(1.0)
     return str(caught.value)
+
+
+# JAX runs a program again whose results have NaN
+
+
+def steps_with_nan(rank: int, group: Any = None, *, nested: bool) -> tuple[list[str], list[float]]:
+    """Three steps, of which the second has NaN on rank 1 after its reduction."""
+
+    def reduced(x: Any) -> Any:
+        # The callback of a loop runs on a thread of XLA.
+        body = lambda total, _: (total @ x, psum(x.sum(), group))  # noqa: E731
+        return jax.lax.scan(body, x, None, length=2)[1].sum()
+
+    inner = jax.jit(reduced) if nested else reduced
+    program = jax.jit(lambda x, y: (inner(x), jnp.log(y)))
+    errors, sums = [], []
+    inner(jnp.ones((64, 64)))
+    for step in range(3):
+        fails = step == 1 and rank == 1
+        try:
+            with jax.debug_nans(True), named_errors():
+                total, _ = program(jnp.full((64, 64), step + 1.0), -1.0 if fails else 1.0)
+            sums.append(float(total) / 64**2)
+        except fddp.FddpError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, sums
+
+
+def check_steps_with_nan(healthy: Any, failed: Any) -> None:
+    assert healthy == ([], [4.0, 8.0, 12.0])
+    (text,), sums = failed
+    assert re.match(
+        rf"TransformError: psum, called at {HERE}:\d+: jax_debug_nans or .* again", text
+    )
+    assert sums == [4.0, 12.0]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_debug_runs_of_one_rank_meet_no_other_reduction(nested: bool, ranks: RankPool) -> None:
+    check_steps_with_nan(
+        *fddp.loopback(2, lambda group: steps_with_nan(group.rank, group, nested=False))
+    )
+    check_steps_with_nan(*ranks.run(2, steps_with_nan_in_a_process, nested))
+
+
+def steps_with_nan_in_a_process(rank: int, world_size: int, nested: bool) -> Any:
+    return steps_with_nan(rank, nested=nested)
+
+
+def test_one_rank_may_run_a_program_again() -> None:
+    def on_rank(group: LoopbackGroup) -> None:
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\).* in log"):
+            jax.jit(lambda x: (psum(x, group), jnp.log(-x)))(1.0)
+
+    fddp.loopback(1, on_rank)

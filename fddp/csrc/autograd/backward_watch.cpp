@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/autograd/context/context.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -100,6 +101,12 @@ std::optional<int64_t> distributed_context() {
   return std::nullopt;
 }
 
+// Return false for zeros. Those of other devices are not looked at, because that would wait for them.
+bool may_bring_gradients(const at::Tensor& grad) {
+  if (!grad.defined()) return false;
+  return !grad.device().is_cpu() || grad.layout() != at::kStrided || at::any(grad).item<bool>();
+}
+
 // Hook on the node of an output of a forward pass within `no_sync`.
 class AllowedOutputHook : public FunctionPreHook {
  public:
@@ -107,7 +114,7 @@ class AllowedOutputHook : public FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const PythonEntry python;
-    if (const auto watch = watch_.lock()) watch->reach_allowed_output();
+    if (const auto watch = watch_.lock()) watch->reach_allowed_output(grads);
     return grads;
   }
   void compiled_args(CompiledNodeArgs&) const override {}  // no gradient is reported there
@@ -177,8 +184,10 @@ py::list BackwardWatch::allow_outputs(const py::list& outputs) {
   return hook_outputs(outputs, [&](const at::Tensor&) { return std::make_unique<AllowedOutputHook>(weak_from_this()); });
 }
 
-void BackwardWatch::reach_allowed_output() {
-  if (!allowed_pass_.expired()) return;
+void BackwardWatch::reach_allowed_output(const variable_list& grads) {
+  // Within `no_sync` nothing is reported in any case.
+  if (!allowed_pass_.expired() || !py::bool_(gate_.attr("is_on"))) return;
+  if (!std::any_of(grads.begin(), grads.end(), may_bring_gradients)) return;
   const auto pass = std::make_shared<const bool>(true);
   torch::autograd::Engine::get_default_engine().queue_callback([pass] {});
   allowed_pass_ = pass;
@@ -202,7 +211,7 @@ void BackwardWatch::note_local(size_t leaf) {
 void BackwardWatch::report_local(const std::vector<size_t>& leaves) {
   // A step that the pass has opened since has averaged these gradients, too.
   if (end_ != nullptr || !allowed_pass_.expired() || !reports_local) return;
-  reports_local = py::bool_(reports_.attr("report")(leaves));
+  reports_.attr("report")(leaves);
 }
 
 void BackwardWatch::note_early_use(size_t leaf) const { reports_.attr("refuse_early_use")(leaf); }
@@ -271,7 +280,7 @@ void bind_backward_watch(py::module_& m) {
            py::arg("lock"), py::arg("on_output"), py::arg("reports"))
       .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"))
       .def("allow_outputs", &BackwardWatch::allow_outputs, py::arg("outputs"))
-      .def("reach_allowed_output", [](BackwardWatch& watch, const py::object&) { watch.reach_allowed_output(); },
+      .def("reach_allowed_output", [](BackwardWatch& watch, const at::Tensor& grad) { watch.reach_allowed_output({grad}); },
            py::arg("grad"))
       .def("report_local", [](BackwardWatch& watch, bool on) { watch.reports_local = on; }, py::arg("on"))
       .def_property_readonly("reports_local", [](const BackwardWatch& watch) { return watch.reports_local.load(); })

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
@@ -72,7 +73,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // Note that a hook of the user's has used a gradient that is in no step.
   void note_early_use(size_t leaf) const;
 
-  void reach_allowed_output();
+  // Note that the running pass brings these gradients to outputs of `allow_outputs`.
+  void reach_allowed_output(const torch::autograd::variable_list& grads);
   void reach_output();
   void reach_first_grad() const;
   const py::object& on_output() const { return on_output_; }
