@@ -21,6 +21,7 @@ from fddp.errors import FddpError
 from fddp.native import extension
 from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.native.pack import pack_, slices
+from fddp.native.torch_private import is_functional_tensor
 from fddp.runtime.operations import start
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
@@ -85,7 +86,7 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     if found not in (Tensor, torch.nn.Parameter):
         name = f"{found.__module__}.{found.__qualname__}"
         kind = f"a {name}, which dispatches by itself; {PLAIN_INSTEAD}"
-    elif leaf is not None and torch._is_functional_tensor(leaf):
+    elif leaf is not None and is_functional_tensor(leaf):
         kind = f"a {wrapper_kind(leaf)}; {PLAIN_INSTEAD}"
     else:
         kind = (

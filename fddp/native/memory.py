@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
-from fddp.native.torch_private import is_functorch_wrapped_tensor
+from fddp.native.torch_private import is_functional_tensor, is_functorch_wrapped_tensor
 
 PLAIN_INSTEAD = (
     "pass plain tensors (of a DTensor, its to_local(); of a quantized tensor, its int_repr(), "
@@ -40,7 +40,7 @@ def wrapper_kind(tensor: Tensor) -> str:
         return "nested tensor"
     if tensor.is_quantized:
         return f"quantized tensor ({tensor.dtype})"
-    if torch._is_functional_tensor(tensor):
+    if is_functional_tensor(tensor):
         return "tensor of a tracer"
     if is_functorch_wrapped_tensor(tensor):
         return "tensor of a torch.func transform"

@@ -67,7 +67,8 @@ def _no_array(path: str, leaf: Any) -> str:
             f"{leaf_text(path)} is the {kind.__name__} {leaf!r}, which has no dtype and device; "
             f"pass a tensor, such as torch.tensor({leaf!r})"
         )
-    lacks = "is no array" if hasattr(leaf, "shape") else "has no shape and dtype"
+    has_shape = isinstance(getattr(leaf, "shape", None), tuple)
+    lacks = "is no array" if has_shape else "has no shape and dtype"
     return (
         f"{leaf_text(path)} is a {kind.__module__}.{kind.__qualname__}, which {lacks}; leaves "
         f"are arrays or None, and custom containers must be registered with "
