@@ -115,25 +115,29 @@ def test_expanded(make: Callable[[Tensor], Any], rank: int | None) -> None:
     assert "expanded (strides (0,))" in first
 
 
-def test_a_buffer_that_forward_expands_is_replaced() -> None:
-    class Expanding(nn.Linear):
-        seen: Tensor
+def _made_in_inference(value: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return value.expand(4).clone()
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x.detach().mean().expand(4)
-            return super().forward(x)
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda v: v.expand(4), _made_in_inference, lambda v: torch._efficientzerotensor(4)],
+    ids=["expanded", "inference", "zero"],
+)
+def test_a_buffer_that_cannot_be_written_is_replaced_in_forward(
+    make: Callable[[Tensor], Tensor],
+) -> None:
     def run(group: Any) -> Outcome:
-        module = Expanding(3, 2)
-        module.register_buffer("seen", torch.zeros(4))
+        module = with_buffer(torch.zeros(4))
         ddp = wrap(group, module)
-        for _ in range(2):
-            ddp(torch.full((1, 3), 1.0 + group.rank))
-        ddp.module.forward = super(Expanding, module).forward
+        ddp(torch.ones(1, 3))  # compares buffers
+        module.frozen = make(torch.tensor(1.0 + group.rank))
         ddp(torch.ones(1, 3))
-        return module.seen.tolist()
+        return (module.frozen + 0).tolist()
 
-    assert fddp.loopback(2, run) == [[1.0] * 4] * 2
+    first, second = fddp.loopback(2, run)
+    assert first == second == (make(torch.tensor(1.0)) + 0).tolist()
 
 
 # Modes and transforms
