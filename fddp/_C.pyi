@@ -47,8 +47,9 @@ class Operands:
         None where None was."""
 
 def first_without_memory(leaves: Sequence[Any]) -> int:
-    """Return the position of the first tensor without memory of its own, or -1: wrappers of
-    transforms and tracers, and subclasses with a dispatch of their own."""
+    """Return the position of the first tensor whose own memory does not hold its values, or -1:
+    those of transforms and tracers, of classes with a dispatch of their own, nested, quantized and
+    zero tensors."""
 
 def have_derivatives(leaves: Sequence[Any], graphs: bool) -> bool:
     """Return True if a leaf has a forward-mode tangent or, with `graphs`, requires a gradient."""

@@ -59,7 +59,8 @@ class LossError(FddpError, ValueError):
 
 
 class WeightError(FddpError, ValueError):
-    """A weight is negative or not finite, or the total weight of a step is zero."""
+    """A weight is no number from 0 to 2**512, the total weight of a step is zero, or the mean
+    weight does not fit the dtype of the sums."""
 
 
 class TransformError(FddpError):

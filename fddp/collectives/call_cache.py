@@ -22,6 +22,7 @@ from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
+from fddp.native.memory import PLAIN_INSTEAD, is_dtensor, wrapper_kind
 from fddp.native.operands import operands
 from fddp.telemetry.call_site import Site
 from fddp.transport.operation import SUMMABLE_DTYPES
@@ -154,7 +155,8 @@ def _make_room(cache: dict[Any, Any]) -> None:
 def _form(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf)
-    return (leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+    shape = None if leaf.is_nested else leaf.shape
+    return (shape, leaf.dtype, leaf.device, leaf.layout)
 
 
 def checked_spec(
@@ -259,6 +261,12 @@ def _check(spec: CallSpec, path: str, leaf: Any) -> None:
         raise TypeError(
             f"{operator}: {leaf_text(path)} is {type(leaf).__name__}; it takes dense tensors and "
             "None"
+        )
+    is_nested = leaf.is_nested and leaf.layout is torch.strided
+    if is_nested or leaf.is_quantized or is_dtensor(leaf):
+        raise TypeError(
+            f"{operator}: {leaf_text(path)} is a {wrapper_kind(leaf)}; it takes dense tensors and "
+            f"None: {PLAIN_INSTEAD}"
         )
     if leaf.layout is not torch.strided:
         raise TypeError(

@@ -19,7 +19,9 @@ from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucke
 from fddp.core.text import leaf_text
 from fddp.errors import FddpError
 from fddp.native import extension
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.native.pack import pack_, slices
+from fddp.native.torch_private import is_functional_tensor
 from fddp.runtime.operations import start
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
@@ -81,13 +83,16 @@ def on_inexact(
 
 def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     found = type(leaf)
-    kind = (
-        "a batch of torch's former vmap (is_grads_batched=, vectorize=); use torch.func.vmap or "
-        "jacrev instead"
-        if found in (Tensor, torch.nn.Parameter)
-        else f"a {found.__module__}.{found.__qualname__}, which dispatches by itself; pass a plain "
-        f"tensor (of a DTensor, its to_local())"
-    )
+    if found not in (Tensor, torch.nn.Parameter):
+        name = f"{found.__module__}.{found.__qualname__}"
+        kind = f"a {name}, which dispatches by itself; {PLAIN_INSTEAD}"
+    elif leaf is not None and is_functional_tensor(leaf):
+        kind = f"a {wrapper_kind(leaf)}; {PLAIN_INSTEAD}"
+    else:
+        kind = (
+            "a batch of torch's former vmap (is_grads_batched=, vectorize=); use torch.func.vmap "
+            "or jacrev instead"
+        )
     path = call.program.units[position].path
     problem = f"{call.program.operator}: {leaf_text(path)} is {kind}"
     handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))

@@ -1,7 +1,7 @@
 """Arguments of the constructor: checks, and the settings that follow from them and the module.
 
-Every rank passes the same arguments for the same module. So all ranks find the same errors here,
-before any of them communicates.
+Ranks pass the same arguments, and usually the same module. If one finds an error here, the wrapper
+reports it to the others, which may have found none.
 """
 
 from __future__ import annotations

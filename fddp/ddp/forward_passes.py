@@ -13,6 +13,7 @@ from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.steps import Steps
 from fddp.native.torch_private import current_graph_task_id, peek_interpreter_stack
+from fddp.runtime.inputs import is_traced
 from fddp.telemetry.flight.dump import dump_failures
 
 _LOCAL_GRADIENTS = (
@@ -53,7 +54,7 @@ class ForwardPasses:
             if steps.settings.syncs and self._watch.are_others_tracked:
                 warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
             return
-        if peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None or is_traced():
             return
         if not steps.is_open and _needs_no_communicator(ddp):
             return

@@ -87,6 +87,29 @@ class ModuleRequest:
         )
 
 
+@dataclass(frozen=True)
+class FailedRequest:
+    """Request of a rank that can't make its wrapper, and reports the reason to the others.
+
+    Attributes:
+        problem: the reason.
+        span: group of the ranks.
+        transport: name of the transport.
+    """
+
+    problem: Exception
+    span: GroupAndTopology
+    transport: TransportName
+
+    timeout_s = None  # the group's own
+    is_foreign = False
+    title = ModuleRequest.title
+
+    def terms(self, transport: Transport) -> SyncConfig:
+        """Raise the problem."""
+        raise self.problem
+
+
 def current_request(
     watch: ParameterWatch, options: Options, group: dist.ProcessGroup | LoopbackGroup
 ) -> ModuleRequest:

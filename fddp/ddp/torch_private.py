@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 
-__all__ = ["JoinConfig", "cast_forward_inputs", "preserve_version_counter", "to_kwargs"]
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "JoinConfig",
+    "cast_forward_inputs",
+    "preserve_version_counter",
+    "to_kwargs",
+]
+
+# Bits are copied, whatever a class makes of `copy_`.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 # A graph may have saved a buffer that is broadcast in place.
 preserve_version_counter = _unsafe_preserve_version_counter

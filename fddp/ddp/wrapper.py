@@ -55,15 +55,19 @@ from fddp.ddp.micro_batches import check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.reducer_facade import Reducer, refused
+from fddp.ddp.request import FailedRequest
 from fddp.ddp.steps import Steps
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
 from fddp.native import extension
 from fddp.native.untraced import untraced
+from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
+from fddp.sync.engine import Engine
 from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import TransportName
+from fddp.transport.mesh import GroupAndTopology
 
 _parallel: Any = torch.nn.parallel  # its wrapper is untyped, and so are the methods
 
@@ -190,29 +194,39 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         self.process_group = group_of(arguments)
         check_policy(nonfinite, delays=delays)
         check_local_gradients(local_gradients)
-        if virtual_ranks is not None:
-            check_virtual(module, delays=delays)
-        make_local_(module, device_mesh)
-        self._options = checked(module, arguments)
+        try:
+            if virtual_ranks is not None:
+                check_virtual(module, delays=delays)
+            make_local_(module, device_mesh)
+            self._options = checked(module, arguments)
+        except Exception as error:
+            if not init_sync:
+                raise
+            # The module may be another one on other ranks, which wait for this one.
+            span = GroupAndTopology(self.process_group, None)
+            with outside_transforms():
+                Engine(FailedRequest(error, span, transport))
+            raise
         self._settings = Settings()
         self._expose(module, self._options)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._mixed: MixedPrecision | None = None
         self._delays = (arguments.delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._attach()
-        if init_sync and not self._all_delayed:
-            broadcast_module(
-                self.steps.engine.transport,
-                module,
-                self._options.ignored,
-                0,
-                buffers=self._options.init_sync_buffers,
-            )
-        elif not self._all_delayed:
-            self._steps.watch_unopened()
-        if mixed_precision is not None:
-            self._mixed = MixedPrecision(module, mixed_precision)
+        with outside_transforms():
+            self._attach()
+            if init_sync and not self._all_delayed:
+                broadcast_module(
+                    self.steps.engine.transport,
+                    module,
+                    self._options.ignored,
+                    0,
+                    buffers=self._options.init_sync_buffers,
+                )
+            elif not self._all_delayed:
+                self._steps.watch_unopened()
+            if mixed_precision is not None:
+                self._mixed = MixedPrecision(module, mixed_precision)
 
     def _expose(self, module: Module, options: Options) -> None:
         """Set the attributes of torch's class that others rely on."""
@@ -284,8 +298,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output. Backward passes through it synchronise gradients.
 
-        Within a transform of `torch.func`, and under `functional_call` with other tensors, nothing
-        is communicated and gradients are this rank's own.
+        Within a transform of `torch.func`, under a tracer or `FakeTensorMode`, and under
+        `functional_call` with other tensors, nothing is communicated and gradients are this rank's
+        own.
         """
         if extension.compiled.is_profiled():
             with torch.profiler.record_function("DistributedDataParallel.forward"):

@@ -15,6 +15,7 @@ from fddp.core.entrance import entrance
 from fddp.hooks.flat import real, restored, split_views
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.telemetry.waits import note_wait
 
 
@@ -142,6 +143,12 @@ class TorchHook(Hook[tuple[()]]):
             raise HookError(
                 f"{self.name}: the future of bucket {spec.index} must hold a tensor, got "
                 f"{type(value).__name__}; return the reduced bucket.buffer()"
+            )
+        kind = wrapper_kind(value)
+        if kind:
+            raise HookError(
+                f"{self.name}: the future of bucket {spec.index} holds a {kind}, whose memory does "
+                f"not hold its values; {PLAIN_INSTEAD}"
             )
         if value.numel() != numel:
             raise HookError(

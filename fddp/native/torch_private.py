@@ -28,6 +28,8 @@ __all__ = [
     "enable_single_level_autograd_function",
     "eval_frame",
     "extract_stack",
+    "is_functional_tensor",
+    "is_functorch_wrapped_tensor",
     "is_gradtrackingtensor",
     "keep_ordered",
     "peek_interpreter_stack",
@@ -40,6 +42,8 @@ __all__ = [
 # Transforms and tracers, which are refused, or suspended while collectives run.
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+is_functional_tensor = torch._is_functional_tensor
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
 dispatch_depth = torch._C._len_torch_dispatch_stack
 dispatch_mode = torch._C._get_dispatch_mode

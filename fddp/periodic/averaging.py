@@ -93,8 +93,8 @@ class Averager:
 
     @entrance
     def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
-        """Average in place: as `average`, but write into the tensors of `tree`, such as
-        `dict(module.named_parameters())`."""
+        """Average in place: as `average`, but write into the tensors of `tree`, or into
+        the parameters of a module."""
         self._sync.step_(tree, {**self._state, "step": step}, weight=weight)
 
     @entrance

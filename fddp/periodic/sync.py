@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict
@@ -221,11 +222,12 @@ class PeriodicSync:
     @entrance
     def step_(self, params: Any, state: PeriodicState, *, weight: float = 1.0) -> PeriodicState:
         """Execute the events in place: as `step`, but write the results into the tensors of
-        `params`, such as `dict(module.named_parameters())`. Return the new state."""
+        `params`, or into the parameters of a module. Return the new state."""
+        params = _params(params)
         changed, state = self.step(params, state, weight=weight)
         if changed is not params:
             with torch.no_grad():
-                tree_map(lambda own, new: own if own is new else own.copy_(new), params, changed)
+                tree_map(_written, params, changed)
         return state
 
     def _start(
@@ -361,6 +363,11 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf.copy()
 
 
+def _written(own: Any, new: Any) -> Any:
+    """Write a result bit by bit, whatever a tensor's class makes of `copy_`."""
+    return own if own is new else own.as_subclass(Tensor).copy_(new)
+
+
 def kept(sync: GradSync, leaf: Any) -> Any:
     """Return a result to keep as a parameter. Parameters outlive the step, and forked processes may
     read them, so it is copied out of memory that ranks share."""
@@ -368,9 +375,17 @@ def kept(sync: GradSync, leaf: Any) -> Any:
 
 
 def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Return True if two contributions are the same, or equal."""
+    """Return True if two contributions are the same, or have the same bits; NaN equals itself."""
     if first is second:
         return True
     return first.keys() == second.keys() and all(
-        first[path] is leaf or bool((first[path] == leaf).all()) for path, leaf in second.items()
+        first[path] is leaf or _bits(first[path]) == _bits(leaf) for path, leaf in second.items()
     )
+
+
+def _bits(leaf: Any) -> tuple[object, ...]:
+    """Dtype, shape and bits of a leaf."""
+    values = leaf
+    if isinstance(leaf, Tensor):
+        values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return leaf.dtype, tuple(leaf.shape), np.asarray(values).tobytes()

@@ -23,6 +23,7 @@ from fddp.errors import (
     TreeMismatchError,
     WeightError,
 )
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.runtime.agreement import exchange
 from fddp.transport.base import Transport
 
@@ -141,8 +142,13 @@ def pack_error(
     problem.__cause__ = error
     for part in contributions.parts(bucket):
         for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):
+            path = program.plan.paths[leaf]
+            if source is not None and (kind := wrapper_kind(source)):
+                return TreeMismatchError(
+                    f"the gradient of {leaf_text(path)} is a {kind}, whose memory does not hold "
+                    f"its values; {PLAIN_INSTEAD}"
+                )
             if source is not None and source.device != buffer.device:
-                path = program.plan.paths[leaf]
                 return TreeMismatchError(
                     f"the gradient of {leaf_text(path)} is on {source.device} where its bucket is "
                     f"on {buffer.device}; move it there"

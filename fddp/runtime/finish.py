@@ -104,7 +104,7 @@ def _stopped(step: Step) -> Outcome:
     report = step.report
     if report is None or step.check is None:
         raise InternalError("a step was stopped before the control word was read")
-    error = step.check.error(step.transport, step.number)
+    error = step.check.error(step.transport, step.number, step.hook_states)
     step.release()
     step.note("reported failure" if error else "reported regular")
     try:

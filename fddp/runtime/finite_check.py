@@ -24,6 +24,7 @@ from fddp.runtime.agreement import exchange
 from fddp.runtime.contributions import Contributions, Leaves
 from fddp.runtime.nonfinite import (
     COUNTS,
+    Count,
     NonFiniteCounts,
     Policy,
     ResultKind,
@@ -36,6 +37,7 @@ from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Results
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport.base import Transport
+from fddp.tree.pytree import flatten
 
 
 class FiniteCheck:
@@ -152,9 +154,11 @@ class FiniteCheck:
         entry.note_done()
         return not votes.item()
 
-    def error(self, transport: Transport, step: int) -> NonFiniteError | None:
+    def error(
+        self, transport: Transport, step: int, states: Sequence[Any]
+    ) -> NonFiniteError | None:
         """Return the error of a stopped step under the policy "raise", after a collective call;
-        else None."""
+        else None. `states` are those of the hook, by bucket, before the step."""
         if self._policy != "raise":
             return None
         program, leaves = self._program, self._results.leaves
@@ -164,7 +168,7 @@ class FiniteCheck:
             counted((program.plan.paths[i], numbers) for i, numbers in found)
             for found in (tallies, sums)
         )
-        own = NonFiniteCounts(counts, overflowed).to_json()
+        own = NonFiniteCounts(counts, overflowed, states=_in_states(states)).to_json()
         entry = self._recorder.launched("exchange of counts", step, len(json.dumps(own)))
         entry.note_wait()
         received = exchange(transport, own, COUNTS, "counts")
@@ -188,3 +192,14 @@ class FiniteCheck:
         if self._hook is not None and self._hook.raw:
             return "own"
         return "sharded" if self._program.schedule.result == "sharded_mean" else "replicated"
+
+
+def _in_states(states: Sequence[Any]) -> dict[str, Count]:
+    """Count non-finite numbers in the states of a hook."""
+    found: list[tuple[str, Tensor]] = []
+    for bucket, state in enumerate(states):
+        leaves, treedef = flatten(state)
+        for path, leaf in zip(treedef.paths, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                found.append((f"{path} of bucket {bucket}", tally(leaf)))
+    return counted(found)

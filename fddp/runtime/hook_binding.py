@@ -14,6 +14,7 @@ from fddp.core.schedule.stages import count_stages, with_stages
 from fddp.core.text import leaf_text
 from fddp.errors import TreeMismatchError
 from fddp.hooks.hook import BucketSpec, Hook
+from fddp.native.memory import wrapper_kind
 from fddp.runtime.hook_collectives import Issued
 from fddp.runtime.program import Program
 from fddp.runtime.results import Devices
@@ -166,6 +167,9 @@ def _kind(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
     dtype = str(leaf.dtype).removeprefix("torch.")
+    kind = wrapper_kind(leaf) or ("zero tensor" if leaf._is_zerotensor() else "")
+    if kind:
+        return f"{kind} of {dtype}"
     return f"{dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
 
 

@@ -17,6 +17,7 @@ from fddp.core.timeline import Interval
 from fddp.errors import FddpError, error_text
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
+from fddp.native.memory import wrapper_kind
 from fddp.runtime.failures import locate
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_collectives import Collectives
@@ -212,7 +213,15 @@ class HookSums(Sums):
     def _resolve(self, work: HookWork) -> Any:
         if self._is_raw and not self._is_late:
             self._await_raw(work)
-        return work.resolve()
+        found = work.resolve()
+        if isinstance(found, tuple) and found and isinstance(found[0], Tensor):
+            kind = wrapper_kind(found[0])
+            if kind:
+                raise HookError(
+                    f"{work.what}: a hook must return a plain tensor, got a {kind}, whose memory "
+                    f"does not hold its values"
+                )
+        return found
 
     def _await_raw(self, work: HookWork) -> None:
         """Wait for the future of a raw hook. Once the hook has failed on another rank, which may

@@ -13,6 +13,7 @@ from torch import Tensor
 from fddp.core.plan.plan import LeafSpec
 from fddp.core.text import leaf_text
 from fddp.errors import TransformError, TreeMismatchError, WeightError
+from fddp.native.memory import PLAIN_INSTEAD, shares_elements, wrapper_kind
 from fddp.native.torch_private import (
     DispatchModeKey,
     disable_current_modes,
@@ -101,6 +102,9 @@ def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
         )
     if not isinstance(leaf, Tensor):
         return f"{where} is a {type(leaf).__name__}; pass a tensor or None"
+    kind = wrapper_kind(leaf)
+    if kind and not leaf.is_nested:
+        return f"{where} is a {kind}, whose memory does not hold its values; {PLAIN_INSTEAD}"
     shape = "a nested shape" if leaf.is_nested else f"shape {tuple(leaf.shape)}"
     found = f"{str(leaf.dtype).removeprefix('torch.')} of {shape}"
     wanted = "no gradient" if spec.dtype == "none" else f"{spec.dtype} of shape {spec.shape}"
@@ -176,7 +180,9 @@ def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
         return f"has layout {leaf.layout}, and its gradients are declared " + (
             "sparse" if spec.sparse else "dense"
         )
-    if leaf.layout is torch.strided and _overlaps(leaf):
+    if leaf._is_zerotensor():
+        return "is a zero tensor, which has no memory"
+    if leaf.layout is torch.strided and shares_elements(leaf):
         return f"has strides {leaf.stride()}: its elements share memory"
     return None
 
@@ -227,7 +233,7 @@ def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
         raise TransformError(
             f"{what} was called inside torch.func.{kind}, where it can't communicate; {instead}"
         )
-    if _is_traced():
+    if is_traced():
         raise TransformError(
             f"{what} was called while a tracer records it (make_fx, torch.func.linearize, "
             f"torch.export), which would treat its results as constants; {instead}"
@@ -322,7 +328,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     stack.enter_context(torch.inference_mode(False))
     if peek_interpreter_stack() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
-    if _is_traced():
+    if is_traced():
         stack.enter_context(disable_current_modes())
     return stack
 
@@ -335,20 +341,9 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Return True if a mode that records operations, or only their shapes, is active."""
     if not dispatch_depth():
         return False
     tracers = (DispatchModeKey.PROXY, DispatchModeKey.FAKE, DispatchModeKey.FUNCTIONAL)
     return any(dispatch_mode(key) is not None for key in tracers)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Return True if two indices of a tensor address the same element."""
-    end = 0
-    dims = [(s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-    for stride, size in sorted(dims):
-        if stride <= end:
-            return tensor.numel() > 0
-        end += stride * (size - 1)
-    return False

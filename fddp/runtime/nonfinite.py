@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ ResultKind = Literal["replicated", "sharded", "own"]
 MOST_NAMED = 100
 """Maximum number of leaves that a rank reports, for gradients and for sums."""
 
-COUNTS: Schema = (MappingOf((int, int)), MappingOf((int, int)), int)
+COUNTS: Schema = (MappingOf((int, int)), MappingOf((int, int)), int, MappingOf((int, int)))
 """Schema of `NonFiniteCounts.to_json`."""
 
 _MOST_WRITTEN = 3  # leaves in the error text, for each rank
@@ -54,12 +55,14 @@ class NonFiniteCounts(NamedTuple):
     Attributes:
         own: its non-finite gradients, by path.
         sums: its non-finite results, by path.
-        left_out: number of leaves that are not listed, of both.
+        left_out: number of leaves that are not listed, of all three.
+        states: those in its states of the hook, by bucket and leaf.
     """
 
     own: Mapping[str, Count]
     sums: Mapping[str, Count]
     left_out: int = 0
+    states: Mapping[str, Count] = MappingProxyType({})
 
     def to_json(self) -> list[Any]:
         """Return the message to other ranks, with at most `MOST_NAMED` leaves of each kind.
@@ -69,15 +72,16 @@ class NonFiniteCounts(NamedTuple):
             >>> NonFiniteCounts.from_json(counts.to_json()) == counts
             True
         """
-        own, sums = (dict(list(found.items())[:MOST_NAMED]) for found in self[:2])
-        cut = len(self.own) + len(self.sums) - len(own) - len(sums)
-        return [own, sums, self.left_out + cut]
+        found = self.own, self.sums, self.states
+        own, sums, states = (dict(list(counts.items())[:MOST_NAMED]) for counts in found)
+        cut = sum(map(len, found)) - len(own) - len(sums) - len(states)
+        return [own, sums, self.left_out + cut, states]
 
     @classmethod
     def from_json(cls, message: Sequence[Any]) -> NonFiniteCounts:
         """Return the counts in a message of the schema `COUNTS`."""
-        own, sums, left_out = message
-        return cls(_counts(own), _counts(sums), left_out)
+        own, sums, left_out, states = message
+        return cls(_counts(own), _counts(sums), left_out, _counts(states))
 
 
 def tally(tensor: Tensor, *others: Tensor) -> Tensor:
@@ -132,12 +136,18 @@ def nonfinite_error(
 got any gradients, and the group can go on: leave this batch out, or ask for nonfinite='skip'
     """
     counts = {rank: dict(found.own) for rank, found in enumerate(found_by_rank) if found.own}
+    states = {rank: found.states for rank, found in enumerate(found_by_rank) if found.states}
     overflowed = {} if counts else _joined(found_by_rank, result_kind)
     way_on = "no rank got any gradients, and the group can go on"
     if counts:
         text = (
             f"step {step}: gradients are not finite: {_by_rank(counts)}; {way_on}: leave this "
             f"batch out, or ask for nonfinite='skip'"
+        )
+    elif states:
+        text = (
+            f"step {step}: every rank's gradients are finite, and the state of {hook} is not: "
+            f"{_by_rank(states)}; {way_on}: pass a state from before, or that of init_state"
         )
     elif result_kind == "own":
         sums = {rank: found.sums for rank, found in enumerate(found_by_rank) if found.sums}

@@ -81,7 +81,8 @@ class TreeSync:
 
         Raises:
             TreeMismatchError: the tree has other leaves than the plan.
-            WeightError: a weight is negative or not finite, or all weights are 0.
+            WeightError: a weight is no number from 0 to 2**512, all weights are 0, or their mean
+                does not fit the dtype of the sums.
             NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
             TransformError: a `torch.func` transform or a tracer is active; a gradient has a
                 forward-mode tangent, or was computed from the parameters of a loss function that

@@ -238,7 +238,11 @@ class ValueAndGrad:
                 )
             loss, aux = result
         if not isinstance(loss, Tensor):
-            raise LossError(f"the loss must be a tensor, got {type(loss).__name__}")
+            is_pair = not self._has_aux and isinstance(loss, tuple) and len(loss) == 2
+            hint = "; pass has_aux=True for a loss function that returns (loss, aux)"
+            raise LossError(
+                f"the loss must be a tensor, got {type(loss).__name__}{hint if is_pair else ''}"
+            )
         if loss.ndim != 0 or not loss.is_floating_point():
             raise LossError(
                 f"the loss must be a real scalar, got {loss.dtype} of shape {tuple(loss.shape)}; "

@@ -527,6 +527,7 @@ class Transport(Endpoint):
         tensor = operation.tensor
         is_usual = (
             operation.kind == "all_reduce"
+            and type(tensor) is torch.Tensor
             and tensor.dtype in _REAL_DTYPES
             and tensor.layout is torch.strided
             and tensor.is_contiguous()

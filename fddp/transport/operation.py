@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -145,6 +147,9 @@ def check_tensor(kind: OperationKind, tensor: Tensor, rank: int) -> None:
 
 
 def _problem(tensor: Tensor) -> str | None:
+    kind = wrapper_kind(tensor)
+    if kind:
+        return f"is a {kind}, whose memory does not hold its values; {PLAIN_INSTEAD}"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; pass a dense one (tensor.to_dense())"
     if not tensor.is_contiguous():

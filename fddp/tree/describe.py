@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.core.text import leaf_text
+from fddp.native.memory import is_dtensor
 
 _Device = tuple[str, Hashable]
 
@@ -66,9 +67,11 @@ def _no_array(path: str, leaf: Any) -> str:
             f"{leaf_text(path)} is the {kind.__name__} {leaf!r}, which has no dtype and device; "
             f"pass a tensor, such as torch.tensor({leaf!r})"
         )
+    has_shape = isinstance(getattr(leaf, "shape", None), tuple)
+    lacks = "is no array" if has_shape else "has no shape and dtype"
     return (
-        f"{leaf_text(path)} is a {kind.__module__}.{kind.__qualname__}, which has no shape and "
-        "dtype; leaves are arrays or None, and custom containers must be registered with "
+        f"{leaf_text(path)} is a {kind.__module__}.{kind.__qualname__}, which {lacks}; leaves "
+        f"are arrays or None, and custom containers must be registered with "
         "optree.register_pytree_node (or, around arrays of JAX, with "
         "jax.tree_util.register_pytree_node)"
     )
@@ -85,18 +88,29 @@ def _described(
         return LeafSpec(path, (), "none", None, "none", sparse), ("none", None)
     try:
         shape, dtype = tuple(leaf.shape), leaf.dtype
+        layout = leaf.layout if hasattr(leaf, "is_contiguous") else None
     except (AttributeError, TypeError):
         raise TypeError(_no_array(path, leaf)) from None
-    except RuntimeError:  # torch's, for parameters of lazy modules
+    except RuntimeError:  # torch's, for nested tensors and parameters of lazy modules
+        if leaf.is_nested:
+            raise TypeError(
+                f"{leaf_text(path)} is a nested tensor, which has no shape; pass its "
+                f"to_padded_tensor(0.0), or its parts"
+            ) from None
         raise TypeError(
             f"{leaf_text(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has "
             f"no shape yet; run one forward pass through the lazy module first"
         ) from None
     shape = shapes.setdefault(shape, shape)
-    if not hasattr(leaf, "is_contiguous"):
+    if layout is None:
         device = _array_device(leaf)
         return LeafSpec(path, shape, dtype.name, None, device[0], sparse), device
-    traits = _torch_traits(leaf.dtype, leaf.device, leaf.layout)
+    if is_dtensor(leaf):
+        raise TypeError(
+            f"{leaf_text(path)} is a DTensor, of which each rank has a part; pass its to_local(), "
+            f"or wrap a tensor-parallel module with device_mesh="
+        )
+    traits = _torch_traits(leaf.dtype, leaf.device, layout)
     if traits.layout == "torch.sparse_coo":
         return LeafSpec(path, shape, traits.dtype, None, traits.device[0], True), traits.device
     if traits.layout != "torch.strided":

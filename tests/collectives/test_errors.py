@@ -253,7 +253,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "subclass": (
         lambda ranks: fddp.psum(Odd(ONE), ranks),
         "TypeError",
-        "Odd, which dispatches by itself; pass a plain tensor (of a DTensor, its to_local())",
+        "Odd, which dispatches by itself; pass plain tensors (of a DTensor, its to_local();",
     ),
     "former vmap": (
         lambda ranks: former_vmap(ranks),

@@ -130,7 +130,7 @@ class Written(NamedTuple):
     write: Callable[[Any], str]
 
 
-FOUND = NonFiniteCounts({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
+FOUND = NonFiniteCounts({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4, {"r": Count(1, 0)})
 WRITTEN = {
     "terms": Written(from_text, terms_to_json(terms()), terms_to_json),
     "state": Written(as_described, state().description(), Snapshot.description),

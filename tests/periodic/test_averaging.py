@@ -23,6 +23,7 @@ from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
+from tests.support.unsupported_tensors import Rounding
 
 # What
 
@@ -129,16 +130,31 @@ def over_steps(group: Any) -> list[bool]:
     return [bool(vote == 1) for vote in votes["agree"]]
 
 
-def test_a_module_is_averaged_in_place() -> None:
-    for ids_kept, weights in fddp.loopback(2, in_place):
+def test_the_mean_is_written_bit_by_bit() -> None:
+    """Whatever the class of a tensor makes of `copy_`."""
+
+    def run(group: Any) -> list[float]:
+        params = {"w": (torch.tensor([0.3, 1.2]) + group.rank).as_subclass(Rounding)}
+        with Averager(params, Periodic(1), group=group) as averager:
+            averager.average_(params, 0)
+        return params["w"].as_subclass(Tensor).tolist()
+
+    first, second = fddp.loopback(2, run)
+    assert first == second
+    assert first == pytest.approx([0.8, 1.7])
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_module_is_averaged_in_place(by_name: bool) -> None:
+    for ids_kept, weights in fddp.loopback(2, lambda group: in_place(group, by_name=by_name)):
         assert ids_kept
         torch.testing.assert_close(weights, torch.full((2, 2), 0.5))
 
 
-def in_place(group: Any) -> tuple[bool, Tensor]:
+def in_place(group: Any, *, by_name: bool) -> tuple[bool, Tensor]:
     module = nn.Linear(2, 2)
     nn.init.constant_(module.weight, group.rank)
-    parameters = dict(module.named_parameters())
+    parameters: Any = dict(module.named_parameters()) if by_name else module
     before = [id(p) for p in module.parameters()]
     with Averager(parameters, Periodic(2), group=group) as averager:
         averager.average_(parameters, 1)

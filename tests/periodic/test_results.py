@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from collections.abc import Callable
@@ -24,6 +25,25 @@ everywhere = launch_fixture("c10d", "shm", "loopback")
 
 STEPS = 12
 Params = dict[str, Tensor]
+
+
+def test_nan_in_flight_is_the_same_after_a_copy_of_the_state() -> None:
+    """Only bits tell that a contribution is the one in flight: NaN differs from itself."""
+
+    def run(group: Any) -> list[Any]:
+        params, log = {"w": torch.tensor([1.0 + group.rank, -0.0])}, []
+        schedule = periodic.local_sgd(params, 4, delay=2)
+        with periodic.PeriodicSync(params, schedule, group=group, timeout_s=20) as sync:
+            state = sync.init(params)
+            for step in range(8):
+                if step == 3 and group.rank == 1:
+                    params = {"w": params["w"] * torch.tensor([float("nan"), 1.0])}
+                params, state = sync.step(params, state)
+                state = copy.deepcopy(state)
+                log.append(params["w"].tolist())
+        return [str(values) for values in log[5:]]
+
+    assert fddp.loopback(2, run) == [["[nan, -0.0]"] * 3] * 2
 
 
 def initial() -> Any:

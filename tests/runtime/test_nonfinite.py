@@ -230,6 +230,26 @@ def test_gradients_that_backward_brings_are_named(size: int) -> None:
     assert fddp.loopback(2, run) == [{1: {"w": (1, 0)}}] * 2
 
 
+def test_the_state_of_a_hook_is_named() -> None:
+    """It stays as it was, so that each later step would fail alike."""
+
+    def run(group: Any) -> str:
+        grads, hook = {"w": torch.arange(4.0)}, fddp.hooks.top_k(0.5)
+        with fddp.GradSync(grads, group=group, hook=hook, nonfinite="raise") as sync:
+            states = sync.init_state()
+            if group.rank == 1:
+                states[0]["residual"][1] = NAN
+            with pytest.raises(fddp.NonFiniteError) as caught:
+                sync.update(grads, states)
+            sync.update(grads, sync.init_state())
+            return str(caught.value)
+
+    first, second = fddp.loopback(2, run)
+    assert first == second
+    assert "rank 1 has 1 NaN in leaf 'residual of bucket 0'" in first
+    assert "pass a state from before, or that of init_state" in first
+
+
 def test_long_lists_are_cut() -> None:
     many = {f"leaf{i}": Count(1, 0) for i in range(MOST_NAMED + 5)}
     counts = NonFiniteCounts.from_json(NonFiniteCounts(many, {}).to_json())

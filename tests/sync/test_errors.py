@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
         lambda s: step(s, lambda p: 3.0), "LossError", ("float", "tensor")
     ),
     "a pair without has_aux": Case(
-        lambda s: step(s, lambda p: (loss_fn(p), 1)), "LossError", ("tuple",)
+        lambda s: step(s, lambda p: (loss_fn(p), 1)), "LossError", ("tuple", "pass has_aux=True")
     ),
     "has_aux without a pair": Case(
         lambda s: step(s, loss_fn, has_aux=True), "LossError", ("has_aux", "Tensor")

@@ -28,6 +28,7 @@ from fddp.tree.pytree import (
     tree_map,
 )
 from tests.support.random_trees import Point, trees
+from tests.support.unsupported_tensors import WRAPPERS
 
 
 class Node:
@@ -353,3 +354,23 @@ def test_devices_are_numbered_as_they_come_up() -> None:
     assert devices("cuda:3", "cpu", "cuda:3") == ["cuda", "cpu", "cuda"]
     assert devices("cuda:3", "cpu", "cuda:1", "cuda:3") == ["cuda#0", "cpu", "cuda#1", "cuda#0"]
     assert devices("cuda:0", "meta", "cuda:1") == ["cuda#0", "meta", "cuda#1"]
+
+
+class Batch:
+    """A container like a TensorDict: with a shape and methods of tensors, and no layout."""
+
+    shape, dtype = torch.Size([2]), None
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+def test_containers_that_resemble_arrays() -> None:
+    with pytest.raises(TypeError, match=r"leaf 'x' is a .*Batch, which is no array; leaves are"):
+        leaf_spec("x", Batch())
+
+
+def test_leaves_without_a_shape_of_their_own() -> None:
+    nested = WRAPPERS["nested tensor"]()
+    with pytest.raises(TypeError, match=r"leaf 'x' is a nested tensor, which has no shape; pass"):
+        leaf_spec("x", nested)

@@ -16,6 +16,7 @@ from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
 from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError, TransformError, error_text
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.runtime.agreement import check_equal_leaves, exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
 from fddp.transport import Group, open_transport
@@ -88,11 +89,14 @@ def broadcast(
 
 def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
     for path, leaf in zip(paths, leaves, strict=True):
-        is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        if leaf is not None and not is_dense:
+        if leaf is None:
+            continue
+        kind = type(leaf).__name__
+        if isinstance(leaf, Tensor):
+            kind = wrapper_kind(leaf) or str(leaf.layout).replace("torch.strided", "")
+        if kind:
             raise PlanMismatchError(
-                f"{leaf_text(path)} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
-                f"takes dense tensors"
+                f"{leaf_text(path)} is a {kind}; broadcast takes dense tensors: {PLAIN_INSTEAD}"
             )
     # Strides may differ between ranks.
     return [spec._replace(strides=None) for spec in leaf_specs(paths, leaves)]

@@ -35,6 +35,8 @@ def digest_of(tensor: Tensor, header: bytes = b"") -> bytes:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the elements in order as bytes, shape `(n,)`, `uint8`. Copies only if necessary."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain._is_zerotensor():  # without memory
+        plain = plain.clone()
     return plain.reshape(-1).view(torch.uint8)
 
 

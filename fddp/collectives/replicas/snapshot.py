@@ -17,6 +17,7 @@ from fddp.collectives.replicas.digest import bytes_of, digest_of
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.protocol.messages import AnyOf, Schema, decode
 from fddp.core.text import leaf_text
+from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
@@ -145,17 +146,16 @@ def check_dense(name: str, leaf: Any) -> None:
     kind = ""
     if type(leaf) not in (Tensor, torch.nn.Parameter):
         kind = type(leaf).__name__
-    elif leaf.layout is not torch.strided:
+    else:
+        kind = wrapper_kind(leaf)
+    if not kind and leaf.layout is not torch.strided:
         kind = str(leaf.layout)
-    elif leaf.is_quantized:  # scale and zero point are not among its bytes
-        kind = f"quantized tensor ({leaf.dtype})"
-    elif leaf.is_meta:
+    elif not kind and leaf.is_meta:
         kind = "meta tensor"
     if kind:
         raise TypeError(
-            f"{name} is a {kind}; leaves are plain, dense tensors with memory (of a DTensor, its "
-            f"to_local(); of a quantized tensor, its int_repr(), scales and zero points), arrays, "
-            f"numbers, text or None"
+            f"{name} is a {kind}; leaves are plain, dense tensors with memory, arrays, numbers, "
+            f"text or None: {PLAIN_INSTEAD}"
         )
 
 

@@ -144,7 +144,11 @@ class BucketPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON, equal in all processes. `from_json` restores an equal plan."""
+        """Return the plan as JSON, equal in all processes. `from_json` restores an equal plan.
+
+        JSON is validated when it is read. A pickle is not a format for files of others: it runs
+        code of their choice.
+        """
         return self._json(
             order=self.order,
             leaves=[leaf._asdict() for leaf in self.leaves],

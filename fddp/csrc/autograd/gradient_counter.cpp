@@ -12,6 +12,7 @@
 
 #include "clock.h"
 #include "python_entry.h"
+#include "tensor/checks.h"
 #include "tensor/pack.h"
 
 namespace py = pybind11;
@@ -145,6 +146,11 @@ double GradientCounter::pack(int64_t bucket, const at::Tensor& buffer, const Buc
   double amax = 0.0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    // Before they are taken, so that the caller can look for the one at fault.
+    for (const int64_t leaf : members_->leaves[bucket]) {
+      const at::Tensor& grad = leaves_[leaf].grad();
+      TORCH_CHECK_TYPE(!grad.defined() || !is_wrapper(grad), "a gradient's memory does not hold its values");
+    }
     grads = take_locked(bucket, keep);
     amax = amax_bounds_[bucket];
     for (const auto& [position, slot] : packing.early) {
@@ -220,7 +226,7 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
     if (!is_undefined) {
       if (taken_[bucket]) {
         late_[bucket] = true;
-      } else if (eager_of_[leaf] != kNotEager && may_release(leaf)) {
+      } else if (eager_of_[leaf] != kNotEager && may_release(leaf) && !is_wrapper(leaves_[leaf].grad())) {
         packed = pack_on_arrival(leaf, bucket);
       }
     }

@@ -83,7 +83,9 @@ class LeafTypes {
     if (!reduced_[i]) {
       return has_dtype || !(at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
     }
-    return has_dtype && !tensor.is_nested() && tensor.sizes() == at::IntArrayRef(shapes_[i]) &&
+    // A parameter may be of a class of its own, whose gradients are plain. A gradient may not.
+    const bool is_readable = !tensor.key_set().has_any(differentiable ? kTransformKeys : kWrapperKeys);
+    return has_dtype && is_readable && !tensor.is_nested() && tensor.sizes() == at::IntArrayRef(shapes_[i]) &&
         !(differentiable && tensor.is_inference());
   }
 

@@ -1,6 +1,7 @@
 // Translation of collectives on tensors to operations of a shared-memory group.
 
 #include "c10d/shm_backend.h"
+#include "tensor/checks.h"
 #include "tensor/number_type.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +26,7 @@ using shm::Signature;
 void check_dense(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU, got one on ", tensor.device());
   TORCH_CHECK(tensor.layout() == at::kStrided, "expected a dense tensor, got a ", tensor.layout());
+  TORCH_CHECK(!is_wrapper(tensor), "expected a plain tensor, whose memory holds its values");
 }
 
 char* data_of(const at::Tensor& tensor) {

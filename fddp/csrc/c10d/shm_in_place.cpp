@@ -1,5 +1,6 @@
 #include "c10d/shm_in_place.h"
 
+#include "tensor/checks.h"
 #include "tensor/layout.h"
 #include "tensor/number_type.h"
 
@@ -147,6 +148,7 @@ InPlaceOperation start_in_place(
           !tensor.requires_grad() && !tensor.is_conj() && !tensor.is_neg() &&
           !tensor._is_zerotensor(),
       "expected a contiguous CPU tensor that does not require grad");
+  TORCH_CHECK_TYPE(!is_wrapper(tensor), "expected a plain tensor, whose memory holds its values");
   check_storage(fits_storage(tensor, tensor.numel()), "the tensor");
   TORCH_CHECK_TYPE(
       !options.average || tensor.is_floating_point() || tensor.is_complex(),

@@ -13,10 +13,6 @@ namespace {
 constexpr c10::DispatchKeySet kLazyKeys(
     {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
 
-bool is_wrapper(const at::Tensor& tensor) {
-  return tensor.key_set().has_any(kWrapperKeys);
-}
-
 bool has_memory(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided &&
       !tensor.key_set().has(c10::DispatchKey::ZeroTensor) && tensor.numel() > 0;

@@ -15,9 +15,16 @@ namespace fddp {
 // One tensor per slot of a layout; undefined for a missing leaf.
 using Leaves = std::vector<at::Tensor>;
 
+// Keys of the tensors of transforms.
+inline constexpr c10::DispatchKeySet kTransformKeys =
+    c10::functorch_transforms_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
+
 // Keys of wrapper tensors, whose own memory, if any, does not hold their values.
-inline constexpr c10::DispatchKeySet kWrapperKeys = c10::functorch_transforms_ks | c10::python_ks |
-    c10::DispatchKeySet(c10::DispatchKey::Functionalize);
+inline constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::python_ks;
+
+inline bool is_wrapper(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(kWrapperKeys);
+}
 
 // Raise unless `buffer` is a plain tensor that passes check_buffer.
 void check_plain_buffer(const at::Tensor& buffer, int64_t numel);

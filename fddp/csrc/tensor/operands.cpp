@@ -12,16 +12,17 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
+
 namespace py = pybind11;
 
 namespace fddp {
 namespace {
 
-// Keys of tensors without memory of their own: those of transforms, subclasses with
-// __torch_dispatch__, and zero tensors.
-constexpr c10::DispatchKeySet kIndirectKeys{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                        c10::DispatchKey::Batched, c10::DispatchKey::Python,
-                                        c10::DispatchKey::ZeroTensor};
+// Keys of tensors whose own memory does not hold their values: wrappers, nested and quantized tensors,
+// and zero tensors.
+constexpr c10::DispatchKeySet kIndirectKeys = kWrapperKeys |
+    c10::DispatchKeySet({c10::DispatchKey::NestedTensor, c10::DispatchKey::Quantized, c10::DispatchKey::ZeroTensor});
 
 class Operands {
  public:
@@ -59,7 +60,8 @@ class Operands {
   std::vector<std::optional<at::Device>> devices_;
 };
 
-// Return the position of the first leaf that is neither None nor a tensor in memory, or -1.
+// Return the position of the first leaf that is neither None nor a tensor whose memory holds its values,
+// or -1.
 int64_t first_without_memory(const py::sequence& leaves) {
   int64_t i = 0;
   for (py::handle leaf : leaves) {
