@@ -265,12 +265,14 @@ class _LoopbackWork(Work):
         transport, rendezvous = self._transport, self._rendezvous
         rendezvous.what = what
         where = f"{what} on rank {transport.rank} of {transport.world_size}"
-        if transport.closed_by and rendezvous.done_s is None:
-            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         status = transport.status
         status.begin(what)
         peer = partial(transport._board.step_failure, status)
-        missing = transport._state.wait(rendezvous, transport.timeout_s, peer)
+        missing = transport._state.wait(
+            rendezvous, transport.timeout_s, lambda: transport.closed_by or peer()
+        )
+        if transport.closed_by and rendezvous.done_s is None:
+            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         if rendezvous.mismatch is not None:
             return mismatch_error(where, rendezvous.mismatch)
         if not missing:
@@ -285,8 +287,7 @@ class _LoopbackWork(Work):
         status.fail(what)
         if isinstance(error, SyncTimeoutError):
             transport._state.gave_up.add((transport.rank, transport._channel))
-        transport.closed_by = f"{what} failed"
-        transport._release()
+        transport.close(f"{what} failed")
         return error
 
 
@@ -376,12 +377,10 @@ class LoopbackState:
     ) -> dict[int, str | None]:
         """Wait for all ranks to join; return missing ranks with the reason why they left, if any.
 
-        The wait ends early once `aborted()` is not None.
+        The wait ends early once `aborted()` is true.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_over(rendezvous) or aborted() is not None, timeout_s
-            )
+            self._changed.wait_for(lambda: self._is_over(rendezvous) or bool(aborted()), timeout_s)
             return self._missing_at(rendezvous)
 
     def publish_step_failure(self, channel: int, step: int, text: str) -> None:

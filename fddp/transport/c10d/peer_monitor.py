@@ -135,6 +135,8 @@ class PeerMonitor:
         dead |= set(gone)
         timed_out = tuple(rank for rank in sorted(reports) if reports[rank].verdict == "timeout")
         silent = tuple(sorted(dead or awaited - reports.keys()))
+        if dead and all(rank in reports and rank in reports[rank].ranks for rank in dead):
+            text = CLOSED  # each of them has reported its own end
         if not dead and not timed_out:
             lost, closed = detector.unresponsive(silent)
             silent, text = (closed, CLOSED) if closed else (lost, text)

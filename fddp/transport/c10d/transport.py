@@ -191,8 +191,10 @@ class C10dTransport(Transport):
                 handle = communicator.backend.start(
                     "all_reduce", tensor, 0, average, wait_soon, record_time
                 )
-            except (TypeError, ValueError):
-                pass  # the base class raises the precise error, or uses another communicator
+            except (TypeError, ValueError, RuntimeError):
+                # The base class raises the precise error, or uses another communicator. Another
+                # thread may have closed this one.
+                pass
             else:
                 work = _C10dWork(self, communicator, handle, ranks)
                 if record_time:
@@ -284,14 +286,20 @@ class C10dTransport(Transport):
     def publish_step_failure(self, step: int, text: str) -> None:
         self._membership.publish_step_failure(step, text)
 
+    def close(self, reason: str = "close() was called") -> None:
+        # gloo's connections live as long as its operations.
+        self._end(reason, is_awaited=self._works.in_flight)
+
     def abandon(self, reason: str) -> None:
+        self._end(reason, is_awaited=True)
+
+    def _end(self, reason: str, *, is_awaited: bool) -> None:
+        """Close, and report it to the other ranks if they may wait for this one."""
         try:
-            if not self.closed_by:
-                # gloo's connections live as long as its operations, which the step's error
-                # refers to.
+            if is_awaited and not self.closed_by:
                 self._peers.report(Report("dead", (self.rank,)))
         finally:
-            self.close(reason)
+            super().close(reason)
 
     def _release(self) -> None:
         self._cancel_finalizer()
@@ -313,13 +321,18 @@ class C10dTransport(Transport):
         communicator, operation = work.communicator, work.operation
         # The source of a broadcast may exit once it has sent its data.
         is_broadcast = operation is not None and operation.kind == "broadcast"
-        check_peers = partial(
-            self._peers.check,
-            what,
-            self._peers.begin_wait(0.0 if collective.done else communicator.soon_s),
-            check_failures=not communicator.spreads_failures,
-            among=() if is_broadcast or communicator.watches_members else work.ranks,
-        )
+        begin_s = self._peers.begin_wait(0.0 if collective.done else communicator.soon_s)
+
+        def check_peers() -> None:
+            if self.closed_by:  # by another thread
+                raise RuntimeError("the transport was closed")
+            self._peers.check(
+                what,
+                begin_s,
+                check_failures=not communicator.spreads_failures,
+                among=() if is_broadcast or communicator.watches_members else work.ranks,
+            )
+
         communicator.wait(collective, check_peers)
 
     def _fail_operation(self, what: str, error: RuntimeError, work: _C10dWork) -> FddpError:
@@ -362,8 +375,8 @@ class C10dTransport(Transport):
                 self.status.fail(what)
                 self.status.board.publish(self.status.key)
                 self._failure = failure
-                self.closed_by = f"{what} failed"
-                self._release()
+                self.closed_by = self.closed_by or f"{what} failed"  # others know of it
+                self.close()
         if self._failure is None:
             raise InternalError(f"{what} failed for an unknown reason")
         return to_error(self._failure, where, self._detector.names, self.timeout_s)
@@ -435,6 +448,12 @@ class _IssuedWorks:
         if len(self._works) == _MAX_WORKS:
             self._works = [ref for ref in self._works if _is_open(ref)]
         self._works.append(weakref.ref(work))
+
+    @property
+    def in_flight(self) -> bool:
+        """True if some operation has not finished."""
+        works = [work for ref in [*self._works] if (work := ref()) is not None]
+        return any(not work.done for work in works)
 
     def first_failed(self, failed: _C10dWork) -> tuple[int, str]:
         """Return position and description of the first failed operation of the same ranks.
