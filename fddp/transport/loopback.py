@@ -218,7 +218,7 @@ class LoopbackTransport(Transport):
     ) -> FddpError:
         """Return the error of `what`, given the missing ranks or the failed step of a peer."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        failure = Failure("", late=True, silent=tuple(missing), peer=peer or "")
+        failure = Failure("", late=True, silent=self._not_responding(missing), peer=peer or "")
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
         expired = any((rank, self._channel) in self._state.gave_up for rank in gone)
         if not peer and gone and not expired:
@@ -236,6 +236,17 @@ class LoopbackTransport(Transport):
             return ", ".join(f"rank {rank}" for rank in ranks)
 
         return to_error(failure, where, names, self.timeout_s)
+
+    def _not_responding(self, missing: Collection[int]) -> tuple[int, ...]:
+        """Return the ranks to name where some are `missing`: not those that wait themselves, but
+        those for which they do."""
+        state, channel = self._state, self._channel
+        waiting = {
+            rank
+            for rank, board in state.boards.items()
+            if (rank, channel) in state.gave_up or self.status.key in board.own_status().awaits
+        }
+        return tuple(sorted({*missing, *state.awaited(channel)} - waiting))
 
 
 class _LoopbackWork(Work):
@@ -350,6 +361,12 @@ class LoopbackState:
             if absent := missing():
                 present.pop(rank, None)
             return absent
+
+    def awaited(self, channel: int) -> set[int]:
+        """Return the ranks that have not joined some collective of a channel."""
+        with self._changed:
+            open_ones = [one for key, one in self._rendezvous.items() if key.channel == channel]
+            return {rank for one in open_ones for rank in self._missing_at(one)}
 
     def titles(self, channel: int) -> dict[int, str]:
         with self._changed:

@@ -1,5 +1,5 @@
-"""Close of a `GradSync` while a step runs, at each point of the step and on every transport: the rank
-that closes gets a `ClosedError` or the results, and the others an error that names it."""
+"""Close of a `GradSync` while a step runs, at each point of the step and on every transport: the
+rank that closes gets a `ClosedError` or the results, and the others an error that names it."""
 
 from __future__ import annotations
 

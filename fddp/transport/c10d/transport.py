@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.core.text import counted
-from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
+from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError, error_text
 from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
@@ -45,14 +45,16 @@ from fddp.transport.lifetime.finalizer import on_finalize
 from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
-from fddp.transport.liveness.failure import mismatch_error, to_error
+from fddp.transport.liveness.failure import Report, mismatch_error, to_error
 from fddp.transport.liveness.failure_detector import FailureDetector
 from fddp.transport.liveness.interrupts import (
     CommunicatorFailedError,
     OperationMismatchError,
     from_user_code,
+    ignore_backend_errors,
+    is_of_this_rank,
 )
-from fddp.transport.liveness.membership import Membership, Report
+from fddp.transport.liveness.membership import Membership
 from fddp.transport.torch_private import store_of
 
 if TYPE_CHECKING:
@@ -98,7 +100,11 @@ class C10dTransport(Transport):
         self._works = _IssuedWorks()
         store = store_of(group)
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
-        self.status, board_ranks = status_store.register(group, self.timeout_s)
+        try:
+            self.status, board_ranks = status_store.register(group, self.timeout_s)
+        except BaseException as error:
+            self._withdraw(error)
+            raise
         self.status.read_step_failure = self._membership.read_step_failure
         self._detector = FailureDetector(
             self._membership, self.status, board_ranks, self._global_ranks, self.timeout_s
@@ -111,11 +117,8 @@ class C10dTransport(Transport):
                 self, partial(self.status.board.leave, self.status)
             )
             self._open(group, title)
-        except FddpError:
-            self.close()
-            raise
-        except BaseException:
-            self.abandon("its opening was interrupted")
+        except BaseException as error:
+            self.end_opening(error)
             raise
 
     def _open(self, group: dist.ProcessGroup, title: str) -> None:
@@ -125,6 +128,7 @@ class C10dTransport(Transport):
 
         def set_key(count: int) -> None:
             self.status.key = f"{group_key}/{count}"
+            self._detector.listen(self.rank)
 
         begin_s, probe = self._peers.begin_wait(), GroupProbe(group)
         check = partial(self._peers.check_opening, what, begin_s, probe.lost)
@@ -133,7 +137,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
-            statuses = self._detector.describe_status(absent)
+            statuses = self._detector.describe(self._detector.statuses(absent))
             self.status.fail(what)
             self.status.board.publish(self.status.key)
             raise SyncTimeoutError(
@@ -143,13 +147,27 @@ class C10dTransport(Transport):
                 f"Status of the ranks: {statuses}",
                 absent,
             )
-        self._detector.refresh_processes()  # while the store is reachable
-        self._connect_through_torch([self._everyone])
+        self._detector.refresh_processes()  # of all ranks, before any goes on
+        self._connect_through_torch([self._everyone], probe.lost)
+
+    def end_opening(self, error: BaseException) -> None:
+        """Close because of an error during the opening. Others that wait for this rank are told the
+        error if it is this rank's own."""
+        if not self.closed_by and is_of_this_rank(error):
+            self._withdraw(error)
+        self.closed_by = self.closed_by or "its opening was interrupted"
+        self.close()
+
+    def _withdraw(self, error: BaseException) -> None:
+        with ignore_backend_errors():
+            self._membership.withdraw(error_text(error))
 
     def set_title(self, title: str) -> None:
         """Set the label to `title` and a number. All ranks must have agreed on the title."""
         device = self.control_device.type
-        self._membership.forget(self._communicators[self._everyone][device].addresses)
+        self._detector.stop_listening()  # all ranks have looked
+        addresses = self._communicators[self._everyone][device].addresses
+        self._membership.forget([*addresses, self._detector.key])
         try:
             self.status.label = f"{title} #{self._membership.number(title, self.timeout_s)}"
         except RuntimeError as error:
@@ -231,7 +249,10 @@ class C10dTransport(Transport):
                 self._in_memory[ranks] = communicator
                 self._communicators.setdefault(ranks, {})["cpu"] = communicator
 
-    def _connect_through_torch(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def _connect_through_torch(
+        self, groups: Sequence[tuple[int, ...]], lost: Callable[[], Sequence[int]] = lambda: ()
+    ) -> None:
+        """Connect the ranks of each group; `lost` returns ranks that left the process group."""
         for ranks in groups:
             group = self._group()
             if group is None:
@@ -239,13 +260,18 @@ class C10dTransport(Transport):
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
             what = f"opening a communicator of {counted(len(ranks), 'rank')}"
-            check_peers = partial(self._peers.check, what, self._peers.begin_wait())
+            check_peers = partial(
+                self._peers.check_connecting, what, self._peers.begin_wait(), lost
+            )
             spec = CommunicatorSpec(
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
                 connected = _new_communicators(spec, self._backends)
             except RuntimeError as error:
+                if is_of_this_rank(error):
+                    self.end_opening(error)
+                    raise
                 raise self.fail(what, error, ranks) from error
             self._opened += dict.fromkeys(connected.values())
             self._communicators[ranks] = {**connected, **self._communicators.get(ranks, {})}
@@ -303,6 +329,7 @@ class C10dTransport(Transport):
 
     def _release(self) -> None:
         self._cancel_finalizer()
+        self._detector.stop_listening()
         self.status.board.leave(self.status)
         failed = self._failure is not None
         over = threading.Event()
@@ -311,7 +338,12 @@ class C10dTransport(Transport):
         if self._memory is not None:
             self._memory.free()
         # On a separate thread, see [Note: freeing waits]. Without a failure this is short.
-        thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        try:
+            thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        except threads.ThreadStartError:
+            over.set()
+            _finish(freeing)
+            return
         if not failed:
             thread.join(_FREEING_S)
 
