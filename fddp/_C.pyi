@@ -746,7 +746,7 @@ class ShmBackend(Backend):
         """Create the backend of a group of one rank."""
 
     def split(self, store: dist.Store, ranks: Sequence[int], timeout_s: float) -> ShmBackend:
-        """Create a backend of some ranks of this one, which meet in the store; blocks."""
+        """Create a backend of some ranks of this one, which meet in a new part of the store."""
 
     def start(
         self,

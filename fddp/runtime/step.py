@@ -121,6 +121,8 @@ class Step:
     ) -> None:
         self.opened_s = self.begun_s = perf_counter()
         self.code = code
+        # Kept here, because another thread may close the program while the step runs.
+        self.collectives = code.collectives
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
@@ -144,7 +146,7 @@ class Step:
         self.executor: Executor = extension.compiled.Executor(
             code.native,
             calls,
-            code.collectives.native,
+            self.collectives.native,
             recorder.ring,
             recorder.number_of(program.schedule),
             number,
@@ -387,7 +389,7 @@ class Step:
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""
-        self.code.collectives.adopt(handle).wait(what)
+        self.collectives.adopt(handle).wait(what)
 
     note_wait = staticmethod(note_wait)  # called by the executor
 

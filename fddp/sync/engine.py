@@ -233,7 +233,7 @@ class Engine:
     @property
     def is_in_step(self) -> bool:
         """True if a step was opened and has not ended."""
-        return any(step() is not None for step in self._running.values())
+        return any(step() is not None for step in [*self._running.values()])
 
     def check_usable(self) -> None:
         """Raise if no further step may start, or if the transport has failed.
@@ -436,8 +436,9 @@ class Engine:
 
     def finish_in_flight(self) -> None:
         """Wait for a step in flight; its handle raises its errors."""
-        if self.in_flight is not None:
-            self.in_flight()
+        in_flight = self.in_flight  # another thread may end the step meanwhile
+        if in_flight is not None:
+            in_flight()
 
     # Plan, hook and memory
 

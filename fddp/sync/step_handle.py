@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,10 @@ class StepHandle:
         self._engine = engine
         self._results: Any = None
         self._error: BaseException | None = None
-        self._step: Step | None = step  # None once it has ended
+        self._step: Step | None = step  # None once a thread ends it
+        # Held while a thread ends the step, for which others wait. Reentrant: a signal handler or a
+        # communication hook may close the `GradSync` meanwhile.
+        self._ending = threading.RLock()
 
     def send(self) -> None:
         """Launch the collectives that need not wait for others; with a communication hook, `wait`
@@ -83,17 +87,18 @@ class StepHandle:
 
     def _finish(self) -> None:
         """End the step, and keep its results or its error for `wait`."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        self._engine.note_in_flight(None)
-        try:
-            self._results = step.begin_result, self._engine.finish(step).leaves
-            self.state = tuple(step.hook_states)
-        except BaseException as error:
-            self._error = error
-            if not isinstance(error, Exception):
-                raise
+        with self._ending:
+            step, self._step = self._step, None
+            if step is None:
+                return
+            self._engine.note_in_flight(None)
+            try:
+                self._results = step.begin_result, self._engine.finish(step).leaves
+                self.state = tuple(step.hook_states)
+            except BaseException as error:
+                self._error = error
+                if not isinstance(error, Exception):
+                    raise
 
     def __repr__(self) -> str:
         return f"StepHandle(is_done={self.is_done})"

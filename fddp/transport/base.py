@@ -229,8 +229,10 @@ class Endpoint(ABC):
         Args:
             reason: text for the errors of later operations.
         """
-        if not self.closed_by:
-            self.closed_by = reason or "close() was called"
+        self.closed_by = self.closed_by or reason or "close() was called"
+        # Once, also if threads close at the same time: `setdefault` is atomic.
+        claim = object()
+        if self.__dict__.setdefault("_released_by", claim) is claim:
             self._release()
 
     def abandon(self, reason: str) -> None:

@@ -218,7 +218,7 @@ class LoopbackTransport(Transport):
     ) -> FddpError:
         """Return the error of `what`, given the missing ranks or the failed step of a peer."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        failure = Failure("", late=True, silent=tuple(missing), peer=peer or "")
+        failure = Failure("", late=True, silent=self._not_responding(missing), peer=peer or "")
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
         expired = any((rank, self._channel) in self._state.gave_up for rank in gone)
         if not peer and gone and not expired:
@@ -236,6 +236,17 @@ class LoopbackTransport(Transport):
             return ", ".join(f"rank {rank}" for rank in ranks)
 
         return to_error(failure, where, names, self.timeout_s)
+
+    def _not_responding(self, missing: Collection[int]) -> tuple[int, ...]:
+        """Return the ranks to name where some are `missing`: not those that wait themselves, but
+        those for which they do."""
+        state, channel = self._state, self._channel
+        waiting = {
+            rank
+            for rank, board in state.boards.items()
+            if (rank, channel) in state.gave_up or self.status.key in board.own_status().awaits
+        }
+        return tuple(sorted({*missing, *state.awaited(channel)} - waiting))
 
 
 class _LoopbackWork(Work):
@@ -265,12 +276,14 @@ class _LoopbackWork(Work):
         transport, rendezvous = self._transport, self._rendezvous
         rendezvous.what = what
         where = f"{what} on rank {transport.rank} of {transport.world_size}"
-        if transport.closed_by and rendezvous.done_s is None:
-            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         status = transport.status
         status.begin(what)
         peer = partial(transport._board.step_failure, status)
-        missing = transport._state.wait(rendezvous, transport.timeout_s, peer)
+        missing = transport._state.wait(
+            rendezvous, transport.timeout_s, lambda: transport.closed_by or peer()
+        )
+        if transport.closed_by and rendezvous.done_s is None:
+            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         if rendezvous.mismatch is not None:
             return mismatch_error(where, rendezvous.mismatch)
         if not missing:
@@ -285,8 +298,7 @@ class _LoopbackWork(Work):
         status.fail(what)
         if isinstance(error, SyncTimeoutError):
             transport._state.gave_up.add((transport.rank, transport._channel))
-        transport.closed_by = f"{what} failed"
-        transport._release()
+        transport.close(f"{what} failed")
         return error
 
 
@@ -350,6 +362,12 @@ class LoopbackState:
                 present.pop(rank, None)
             return absent
 
+    def awaited(self, channel: int) -> set[int]:
+        """Return the ranks that have not joined some collective of a channel."""
+        with self._changed:
+            open_ones = [one for key, one in self._rendezvous.items() if key.channel == channel]
+            return {rank for one in open_ones for rank in self._missing_at(one)}
+
     def titles(self, channel: int) -> dict[int, str]:
         with self._changed:
             return dict(self._openings[channel])
@@ -376,12 +394,10 @@ class LoopbackState:
     ) -> dict[int, str | None]:
         """Wait for all ranks to join; return missing ranks with the reason why they left, if any.
 
-        The wait ends early once `aborted()` is not None.
+        The wait ends early once `aborted()` is true.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_over(rendezvous) or aborted() is not None, timeout_s
-            )
+            self._changed.wait_for(lambda: self._is_over(rendezvous) or bool(aborted()), timeout_s)
             return self._missing_at(rendezvous)
 
     def publish_step_failure(self, channel: int, step: int, text: str) -> None:

@@ -38,8 +38,8 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         check_equal("transport", names, "pass the same transport on every rank")
         if wanted != "c10d":
             _use_memory(c10d, wanted)
-    except BaseException:
-        c10d.close()
+    except BaseException as error:
+        c10d.end_opening(error)
         raise
     _log.info(
         "rank %d of %d: transport %s, because %s",

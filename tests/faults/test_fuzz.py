@@ -27,7 +27,8 @@ from fddp.core.sim.cost import CostModel
 from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread
-from fddp.transport.liveness.membership import Membership, Report
+from fddp.transport.liveness.failure import Report
+from fddp.transport.liveness.membership import Membership
 from fddp.transport.shm.fd_passing import FdListener, connect
 from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map

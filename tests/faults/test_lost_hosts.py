@@ -22,7 +22,6 @@ import fddp
 from fddp.transport.c10d import gloo, peer_monitor, shared_memory
 from fddp.transport.liveness import failure_detector
 from fddp.transport.liveness.membership import Membership
-from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool, run_fresh
 
@@ -110,7 +109,7 @@ def test_a_rank_that_is_killed_while_the_others_connect() -> None:
 
 def die_beside_one_that_computes(rank: int, world_size: int) -> Seen | None:
     with (
-        mock.patch.object(StoreStatusBoard, "processes", return_value={}),
+        mock.patch.object(failure_detector.FailureDetector, "refresh_processes"),
         mock.patch.object(failure_detector, "_GRACE_S", PATIENCE_S),
     ):
         sync = fddp.GradSync(TREE, timeout_s=4 * PATIENCE_S, transport="c10d")

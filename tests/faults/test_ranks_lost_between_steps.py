@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.liveness import status_store
 from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import launch_over, run_fresh, split_into_hosts
@@ -124,14 +123,3 @@ def test_ranks_that_have_no_part_in_an_operation_may_end(transport: str) -> None
     for outcome in outcomes[:2]:
         assert outcome.error is None
         assert outcome.result == [2.0, 2.0]
-
-
-def test_unnamed_processes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc, numbers of processes may be another host's."""
-    store = dist.HashStore()
-    for host, expected in ("a host", {0, 1}), ("", set()):
-        monkeypatch.setattr(status_store, "pid_namespace", lambda host=host: host)
-        two = [status_store.StoreStatusBoard(store, rank, 2) for rank in range(2)]
-        for board in two:
-            board.publish_process()
-        assert two[0].processes().keys() == expected

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fddp.errors import DesyncError, RankLostError
+from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.transport import LoopbackGroup, loopback, open_transport
 from tests.support.chunks import AXES, SQUARE
 
@@ -153,3 +153,26 @@ def test_a_rank_that_leaves_is_lost_to_those_who_wait_for_it() -> None:
         assert caught.value.ranks == (1 if rank == 0 else 3,)
 
     loopback(4, leaves)
+
+
+def test_a_rank_that_waits_itself_is_not_named() -> None:
+    """Rank 0 waits for rank 2, which waits for rank 3."""
+    has_failed = threading.Event()
+
+    def run(group: LoopbackGroup) -> tuple[int, ...]:
+        transport = open_transport(group, timeout_s=0.3 if group.rank == 0 else 30.0)
+        transport.open_subgroups(SQUARE, AXES)
+        if group.rank == 2:
+            work = transport.all_reduce(torch.ones(1), axes=("local",))
+            with pytest.raises(RankLostError):
+                work.wait("a sum within the host")
+        elif group.rank == 0:
+            work = transport.all_reduce(torch.ones(1), axes=("host",))
+            with pytest.raises(SyncTimeoutError) as caught:
+                work.wait("a sum across hosts")
+            has_failed.set()
+            return caught.value.ranks
+        has_failed.wait(30.0)
+        return ()
+
+    assert loopback(4, run)[0] == (3,)

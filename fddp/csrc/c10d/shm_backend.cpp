@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -81,13 +82,19 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<Options>& options) {
+  // torch may give groups of the same ranks the same part of the store, one after the other.
+  c10d::PrefixStore numbered("fddp/" + std::to_string(parts_[ranks]++), store);
+  return split_in_new_store(numbered, ranks, options ? options->timeout : options_->timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split_in_new_store(
+    c10d::Store& store, const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
   const auto own = std::find(ranks.begin(), ranks.end(), rank_);
   if (own == ranks.end()) return nullptr;
   for (const int rank : ranks) check_root(rank);
-  const auto timeout = options ? options->timeout : options_->timeout;
   std::shared_ptr<shm::ShmGroup> part;
   if (ranks.size() > 1) {
-    without_gil([&] { part = join_part(*store, {ranks.begin(), ranks.end()}); });
+    without_gil([&] { part = join_part(store, {ranks.begin(), ranks.end()}); });
     part->set_timeout(timeout);
   }
   return c10::make_intrusive<ShmBackend>(
@@ -96,12 +103,11 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
 }
 
 // The first member makes the control block. All ranks meet twice, so that none uses the group
-// unless all have joined it. torch may give groups of the same members the same part of the store,
-// one after the other, so keys have a number. The last rank deletes them: a default group that is
-// made later counts from zero again.
+// unless all have joined it. The last rank deletes the keys: a default group that is made later
+// counts its groups from zero again.
 std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
     c10d::Store& store, const std::vector<size_t>& members) {
-  const std::string prefix = "fddp/" + std::to_string(parts_[members]++) + "/";
+  const std::string prefix = "part/";
   const bool is_first = members[0] == static_cast<size_t>(rank_);
   const auto publish = [&](const std::string& key, std::string text) {
     store.set(key, std::vector<uint8_t>(text.begin(), text.end()));

@@ -62,6 +62,9 @@ class ShmBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override;
+  // As `split`, in a part of the store that no other call has used.
+  c10::intrusive_ptr<c10d::Backend> split_in_new_store(
+      c10d::Store& store, const std::vector<int>& ranks, std::chrono::milliseconds timeout);
   // Leave the group at once.
   void abort() override {
     close(/*drains=*/false);
@@ -167,7 +170,7 @@ class ShmBackend : public c10d::Backend {
   const std::shared_ptr<shm::Messages> messages_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_ = 0;
-  std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
+  std::map<std::vector<int>, uint64_t> parts_;  // number of `split` calls of these ranks so far
   std::atomic<uint64_t> monitored_ = 0;  // number of monitored barriers so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it

@@ -127,12 +127,10 @@ void bind_backend(py::module_& m) {
           "split",
           [](ShmBackend& backend, const c10::intrusive_ptr<c10d::Store>& store,
              const std::vector<int>& ranks, double timeout_s) {
-            return backend.split(
-                store, ranks,
-                c10::make_intrusive<c10d::Backend::Options>("fddp", milliseconds(timeout_s)));
+            return backend.split_in_new_store(*store, ranks, milliseconds(timeout_s));
           },
           py::arg("store"), py::arg("ranks"), py::arg("timeout_s"),
-          "Create a backend of some ranks of this one, which meet in the store.")
+          "Create a backend of some ranks of this one, which meet in a new part of the store.")
       .def(
           "start", torch::wrap_pybind_function(&start), py::arg("kind"), py::arg("tensor"),
           py::arg("src") = 0, py::arg("average") = false, py::arg("wait_soon") = false,

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fddp.core.protocol.differences import check_equal
-from fddp.errors import DesyncError, RankLostError
+from fddp.errors import DesyncError, PeerError, RankLostError, error_text
 from fddp.native import extension
 from fddp.transport.backend.exits import leave_groups_at_exit
-from fddp.transport.backend.store_exchange import StoreExchange
+from fddp.transport.backend.store_exchange import StoreExchange, missing_error
 from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.group_backend import backend_of
+from fddp.transport.liveness.bounded_store import client_of
+from fddp.transport.liveness.interrupts import (
+    PeerFailureError,
+    ignore_backend_errors,
+    is_of_this_rank,
+)
+from fddp.transport.liveness.membership import Membership
 from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.opening import open_shm_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fddp._C import ShmBackend
 
@@ -47,9 +52,6 @@ class BackendChoice(NamedTuple):
 _choices: dict[str, BackendChoice] = {}
 """By name of the process group."""
 
-_named: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""By default group: number of groups whose names were compared, by their ranks."""
-
 
 def create_backend(options: Any, _: object = None) -> Any:
     """Create the backend of a new process group; a collective call of its ranks; blocks.
@@ -61,10 +63,62 @@ def create_backend(options: Any, _: object = None) -> Any:
         SyncTimeoutError: some ranks did not take part within the timeout of the group.
         DesyncError: the ranks have different names for the group.
         RankLostError: a rank has left the default group, or its process has ended.
+        PeerError: another rank failed in its call. The next call of all ranks starts anew.
     """
     leave_groups_at_exit()
+    if options.group_size == 1:
+        return _create(options, options.store, lambda: None)
+    rank, size = options.group_rank, options.group_size
+    whole, store = dist.group.WORLD, options.store
+    if whole is not None:
+        # torch adds the name and the device to the store of the default group.
+        members = tuple(options.global_ranks_in_group or range(size))
+        store = dist.PrefixStore(f"fddp/groups/{members}", store.underlying_store.underlying_store)
+    # Counts the calls of these ranks in the store, also those that fail on some of them.
+    meeting = Membership(store, rank, size, client_of(whole) if whole else None)
+    probe = None if whole is None else GroupProbe(whole)
+
+    def check() -> None:
+        if probe is not None:
+            _check_present(options, probe.lost())
+        if meeting.failed():
+            raise PeerFailureError("another rank reported a failure")
+
+    def stopped() -> None:
+        # Not skipped: torch counts the groups of a rank in their names.
+        raise PeerFailureError("the other ranks have given up before")
+
+    try:
+        absent = meeting.open(_seconds(options.timeout), check, on_stopped=stopped)
+        if absent:
+            raise missing_error(rank, size, absent, _seconds(options.timeout))
+        made = _create(options, meeting.store.raw, check)
+        meeting.forget(())
+        return made
+    except PeerFailureError as error:
+        failed = meeting.errors(tuple(range(size)))
+        texts = [f"rank {other} failed: {text}" for other, text in failed.items()]
+        raise PeerError(
+            f"creating a process group on rank {rank} of {size}: {'; '.join(texts) or error}; call "
+            "again on all ranks",
+            failed,
+        ) from error
+    except BaseException as error:
+        if is_of_this_rank(error):
+            with ignore_backend_errors():
+                meeting.withdraw(error_text(error))
+        raise
+    finally:
+        if whole is None:
+            meeting.store.end()
+
+
+def _create(options: Any, store: dist.Store, check: Callable[[], None]) -> Any:
+    """Create the backend among ranks that are present, in a part of the store for this call.
+    `check` raises if a rank is lost meanwhile."""
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
-    _check_names(options, timeout_s)
+    if size > 1:
+        _check_names(options, store, check)
     whole = _default_backend()
     backend: ShmBackend | dist.ProcessGroupGloo
     if size == 1:
@@ -74,7 +128,7 @@ def create_backend(options: Any, _: object = None) -> Any:
         # The ranks have mapped each other's memory already.
         ranks = options.global_ranks_in_group
         split = lambda store: whole.split(store, ranks, timeout_s)  # noqa: E731
-        backend = _connect(options, options.store, split)
+        backend = _connect(options, store, check, split)
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
 
@@ -84,25 +138,22 @@ def create_backend(options: Any, _: object = None) -> Any:
             exchange.close()
             return opened
 
-        opened, choice = _connect(options, options.store, open_in_memory)
-        backend = _gloo(options, timeout_s) if opened is None else opened
+        opened, choice = _connect(options, store, check, open_in_memory)
+        backend = _gloo(options, store, timeout_s) if opened is None else opened
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
     return backend
 
 
-def _check_names(options: Any, timeout_s: float) -> None:
+def _check_names(options: Any, store: dist.Store, check: Callable[[], None]) -> None:
     """Compare the name of a group beside the default one, for which torch counts a rank's groups.
 
-    It is a part of the store's keys: ranks with different names would wait for each other.
+    It is a part of the keys of torch: ranks with different names would wait for each other.
     """
-    members, world = tuple(options.global_ranks_in_group), dist.group.WORLD
-    if world is None or len(members) < 2:
+    members = tuple(options.global_ranks_in_group or range(options.group_size))
+    if dist.group.WORLD is None:
         return
-    named = _named.setdefault(world, Counter())
-    # torch adds the name and the device to the store of the default group.
-    shared = options.store.underlying_store.underlying_store
-    store = dist.PrefixStore(f"fddp/names/{members}/{named[members]}", shared)
+    timeout_s = _seconds(options.timeout)
 
     def exchange_names(store: dist.Store) -> list[str]:
         exchange = StoreExchange(store, options.group_rank, options.group_size, timeout_s)
@@ -110,8 +161,7 @@ def _check_names(options: Any, timeout_s: float) -> None:
         exchange.close()
         return names
 
-    names = _connect(options, store, exchange_names)
-    named[members] += 1
+    names = _connect(options, dist.PrefixStore("names", store), check, exchange_names)
     check_equal(
         f"the name of the process group of ranks {', '.join(map(str, members))}",
         names,
@@ -152,27 +202,29 @@ def _default_backend() -> ShmBackend | None:
     return backend if isinstance(backend, extension.compiled.ShmBackend) else None
 
 
-def _connect(options: Any, store: dist.Store, connect: Callable[[dist.Store], T]) -> T:
-    """Return the result of `connect`, called with the `store` of a new group. Looks meanwhile for
-    ranks that have left the default group, unless that one is being created."""
-    whole = dist.group.WORLD
-    if whole is None:
-        return connect(store)
-    probe, rank, size = GroupProbe(whole), options.group_rank, options.group_size
-    members = [*(options.global_ranks_in_group or range(size))]
-
-    def check() -> None:
-        lost = tuple(members.index(gone) for gone in probe.lost() if gone in members)
-        if lost:
-            names = ", ".join(f"rank {place} (global {members[place]})" for place in lost)
-            raise RankLostError(
-                f"creating a process group on rank {rank} of {size}: lost {names} (it left the "
-                "default group, or its process has ended); create a group of the remaining ranks",
-                lost,
-            )
-
+def _connect(
+    options: Any,
+    store: dist.Store,
+    check: Callable[[], None],
+    connect: Callable[[dist.Store], T],
+) -> T:
+    """Return the result of `connect`, called with a `store`; `check` is called meanwhile."""
     made: T = connect_with_abort(connect, store, _seconds(options.timeout), check)[0]
     return made
+
+
+def _check_present(options: Any, gone: Sequence[int]) -> None:
+    """Raise RankLostError if some ranks of the group are `gone` from the default group."""
+    rank, size = options.group_rank, options.group_size
+    members = [*(options.global_ranks_in_group or range(size))]
+    lost = tuple(members.index(other) for other in gone if other in members)
+    if lost:
+        names = ", ".join(f"rank {place} (global {members[place]})" for place in lost)
+        raise RankLostError(
+            f"creating a process group on rank {rank} of {size}: lost {names} (it left the "
+            "default group, or its process has ended); create a group of the remaining ranks",
+            lost,
+        )
 
 
 def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, BackendChoice]:
@@ -190,9 +242,9 @@ def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, Backend
     return None, BackendChoice("gloo", host_groups.describe(problems))
 
 
-def _gloo(options: Any, timeout_s: float) -> dist.ProcessGroupGloo:
+def _gloo(options: Any, store: dist.Store, timeout_s: float) -> dist.ProcessGroupGloo:
     rank, size = options.group_rank, options.group_size
-    store = dist.PrefixStore("gloo", options.store)
+    store = dist.PrefixStore("gloo", store)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     # As torch does. Gloo reads the ranks when it is split; none stand for all.
     backend.options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(size))

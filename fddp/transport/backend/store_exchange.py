@@ -60,9 +60,15 @@ class StoreExchange:
 
     def _missing_error(self, keys: list[str]) -> SyncTimeoutError:
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-        return SyncTimeoutError(
-            f"creating a process group on rank {self.rank} of {self.world_size}: "
-            f"{counted(len(missing), 'rank')} did not take part within "
-            f"timeout={self.timeout_s} s: {', '.join(map(str, missing))}",
-            missing,
-        )
+        return missing_error(self.rank, self.world_size, missing, self.timeout_s)
+
+
+def missing_error(
+    rank: int, world_size: int, missing: tuple[int, ...], timeout_s: float
+) -> SyncTimeoutError:
+    return SyncTimeoutError(
+        f"creating a process group on rank {rank} of {world_size}: "
+        f"{counted(len(missing), 'rank')} did not take part within "
+        f"timeout={timeout_s} s: {', '.join(map(str, missing))}",
+        missing,
+    )

@@ -120,6 +120,14 @@ class Communicator:
         self.issued = 0
         register_fork_owner(self)  # [Note: forks]
 
+    @property
+    def backend(self) -> Any:
+        """The backend of torch. RuntimeError if the communicator was closed."""
+        backend = self._backend
+        if backend is None:
+            raise RuntimeError("the communicator was closed")
+        return backend
+
     def issue(self, operation: Operation) -> Pending:
         """Start `operation`; errors of torch (RuntimeError) propagate."""
         self.issued += 1
@@ -137,7 +145,7 @@ class Communicator:
         options, tensor = c10d.AllreduceOptions(), operation.tensor
         if operation.average and self._averages:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        work = self._backend.allreduce([reals_of(tensor)], options)
+        work = self.backend.allreduce([reals_of(tensor)], options)
         if operation.average and not self._averages:
             return PendingWorks((work,), partial(tensor.div_, len(operation.ranks)))
         return PendingWorks((work,))
@@ -182,7 +190,7 @@ class Communicator:
     def _all_gather(self, operation: Operation) -> PendingWorks:
         chunks = [bytes_of(chunk) for chunk in operation.chunks]
         own = chunks[self._place].clone()  # not every backend gathers in place
-        return PendingWorks((self._backend.allgather([chunks], [own], c10d.AllgatherOptions()),))
+        return PendingWorks((self.backend.allgather([chunks], [own], c10d.AllgatherOptions()),))
 
     def _all_to_all(self, operation: Operation) -> PendingWorks:
         arrived = torch.empty_like(operation.tensor)
@@ -199,14 +207,14 @@ class Communicator:
         """Send a chunk of `tensor` to each rank; theirs arrive in the bytes `arrived`. `sent` and
         `received` are the bytes to and from each; () for equal chunks."""
         options = c10d.AllToAllOptions()
-        return self._backend.alltoall_base(  # type: ignore[no-any-return]
+        return self.backend.alltoall_base(  # type: ignore[no-any-return]
             arrived, bytes_of(tensor), [*received], [*sent], options
         )
 
     def _broadcast(self, tensor: Tensor, place: int) -> dist.Work:
         options = c10d.BroadcastOptions()
         options.rootRank = place
-        return self._backend.broadcast([bytes_of(tensor)], options)  # type: ignore[no-any-return]
+        return self.backend.broadcast([bytes_of(tensor)], options)  # type: ignore[no-any-return]
 
     def finishes_soon(self, collective: Any) -> bool:
         """Return True if `collective` has finished within `soon_s` seconds."""

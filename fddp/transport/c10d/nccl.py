@@ -45,13 +45,13 @@ class NcclCommunicator(Communicator):
         if operation.average:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         own, whole = operation.chunks[self._place], operation.tensor
-        work = self._backend._reduce_scatter_base(reals_of(own), reals_of(whole), options)
+        work = self.backend._reduce_scatter_base(reals_of(own), reals_of(whole), options)
         return PendingWorks((work,))
 
     def _all_gather(self, operation: Operation) -> PendingWorks:
         own, whole = operation.chunks[self._place], operation.tensor
         options = c10d.AllgatherOptions()
-        work = self._backend._allgather_base(bytes_of(whole), bytes_of(own), options)
+        work = self.backend._allgather_base(bytes_of(whole), bytes_of(own), options)
         return PendingWorks((work,))
 
     def watch(self, collective: Any) -> Callable[[], float | None]:

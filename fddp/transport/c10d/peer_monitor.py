@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from fddp.transport.liveness.bounded_store import StoreTimeoutError
-from fddp.transport.liveness.failure import CLOSED, Failure
+from fddp.transport.liveness.failure import CLOSED, Failure, Report, not_responding
 from fddp.transport.liveness.interrupts import (
     DeadlineExceededError,
     PeerAbortedError,
@@ -16,15 +16,16 @@ from fddp.transport.liveness.interrupts import (
     from_user_code,
     ignore_backend_errors,
 )
-from fddp.transport.liveness.membership import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from fddp.transport.liveness.failure import Verdict
     from fddp.transport.liveness.failure_detector import FailureDetector
-    from fddp.transport.liveness.membership import Membership, Verdict
+    from fddp.transport.liveness.membership import Membership
     from fddp.transport.liveness.status import TransportStatus
 
+_LEFT = "it left the group, or its process has ended"
 _CHECK_PROCESSES_AFTER_S = 1.0  # duration of a wait after which processes are checked
 
 
@@ -79,11 +80,18 @@ class PeerMonitor:
         if among != () and (late or not check_failures):
             self._detector.check_alive(among, refresh=not check_failures)
 
-    def check_opening(self, what: str, begin_s: float, lost: Callable[[], tuple[int, ...]]) -> None:
+    def check_opening(self, what: str, begin_s: float, lost: Callable[[], Sequence[int]]) -> None:
         """As `check`, before failures can be reported on the transport; `lost` returns the ranks
         that have left the process group."""
         self.check(what, begin_s, check_failures=False)
-        self._detector.check_lost(lost(), "it left the group, or its process has ended")
+        self._detector.check_lost(lost(), _LEFT)
+
+    def check_connecting(
+        self, what: str, begin_s: float, lost: Callable[[], Sequence[int]]
+    ) -> None:
+        """As `check_opening`, once failures can be reported."""
+        self.check(what, begin_s)
+        self._detector.check_lost(lost(), _LEFT)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
         """Exchange reports with the other ranks and return the cause of a failure; arguments as for
@@ -130,11 +138,16 @@ class PeerMonitor:
             if from_user_code(problem):
                 raise
             return Failure(text, late, (), store="gone")
+        failed = {r: one.operation for r, one in reports.items() if one.verdict == "failed"}
+        if failed:
+            return Failure(text, late=False, silent=(), failed=failed)
         awaited = {r for one in reports.values() if one.verdict != "notified" for r in one.ranks}
         dead = {r for one in reports.values() if one.verdict == "dead" for r in one.ranks}
         dead |= set(gone)
         timed_out = tuple(rank for rank in sorted(reports) if reports[rank].verdict == "timeout")
         silent = tuple(sorted(dead or awaited - reports.keys()))
+        if dead and all(rank in reports and rank in reports[rank].ranks for rank in dead):
+            text = CLOSED  # each of them has reported its own end
         if not dead and not timed_out:
             lost, closed = detector.unresponsive(silent)
             silent, text = (closed, CLOSED) if closed else (lost, text)
@@ -151,8 +164,11 @@ class PeerMonitor:
         if failure.late:
             failure = failure._replace(waited_s=time.perf_counter() - self._began_s)
         if failure.text == CLOSED:
-            # The other rank may have closed after a mismatch that this one sees only now.
-            failure = failure._replace(mismatch=self._membership.mismatch())
+            # The other rank may have closed after a mismatch or an error that only it has seen.
+            failure = failure._replace(
+                mismatch=self._membership.mismatch(),
+                failed=self._membership.errors(failure.silent),
+            )
         verdict: Verdict = "timeout" if failure.late else "dead"
         self.report(Report(verdict, failure.silent))
         return self._with_statuses(failure)
@@ -167,10 +183,17 @@ class PeerMonitor:
         self._membership.publish_mismatch(text)
 
     def _with_statuses(self, failure: Failure) -> Failure:
-        """Add the statuses of the ranks to a timeout, silent ranks first."""
+        """Add the statuses of the ranks to a timeout, and name those that do not respond by these
+        and the reports of all ranks."""
         if not failure.late or failure.mismatch:
             return failure
-        return failure._replace(statuses=self._detector.describe_status(failure.silent))
+        answers = self._detector.statuses(failure.silent)
+        failure = failure._replace(statuses=self._detector.describe(answers))
+        with ignore_backend_errors():
+            reports = self._membership.reports(0.0)  # ranks have had the time of the answers
+            silent = not_responding(reports, answers, self._status.key)
+            return failure._replace(silent=silent)
+        return failure
 
 
 def _is_late(text: str) -> bool:

@@ -43,9 +43,8 @@ class ShmCommunicator(Communicator):
 
     @property
     def backend(self) -> ShmBackend:
-        if self._backend is None:
-            raise RuntimeError("the communicator was closed")
-        return self._backend
+        backend: ShmBackend = super().backend
+        return backend
 
     def issue(self, operation: Operation) -> ShmOperation:
         return self.backend.start(
@@ -79,14 +78,15 @@ class ShmCommunicator(Communicator):
         return lambda: None
 
     def spread(self, failure: Failure | None) -> None:
-        if self._backend is None:
+        backend = self._backend
+        if backend is None:
             return
         silent = () if failure is None else failure.silent
         members = [self._ranks.index(rank) for rank in silent if rank in self._ranks]
         if failure is None or not members:
-            self._backend.fail(extension.compiled.SHM_PEER_FAILED, ())
+            backend.fail(extension.compiled.SHM_PEER_FAILED, ())
         else:
-            self._backend.fail(
+            backend.fail(
                 extension.compiled.SHM_TIMEOUT if failure.late else extension.compiled.SHM_LOST,
                 members,
             )

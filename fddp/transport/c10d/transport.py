@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.core.text import counted
-from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
+from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError, error_text
 from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
@@ -45,14 +45,16 @@ from fddp.transport.lifetime.finalizer import on_finalize
 from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
-from fddp.transport.liveness.failure import mismatch_error, to_error
+from fddp.transport.liveness.failure import Report, mismatch_error, to_error
 from fddp.transport.liveness.failure_detector import FailureDetector
 from fddp.transport.liveness.interrupts import (
     CommunicatorFailedError,
     OperationMismatchError,
     from_user_code,
+    ignore_backend_errors,
+    is_of_this_rank,
 )
-from fddp.transport.liveness.membership import Membership, Report
+from fddp.transport.liveness.membership import Membership
 from fddp.transport.torch_private import store_of
 
 if TYPE_CHECKING:
@@ -98,7 +100,11 @@ class C10dTransport(Transport):
         self._works = _IssuedWorks()
         store = store_of(group)
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
-        self.status, board_ranks = status_store.register(group, self.timeout_s)
+        try:
+            self.status, board_ranks = status_store.register(group, self.timeout_s)
+        except BaseException as error:
+            self._withdraw(error)
+            raise
         self.status.read_step_failure = self._membership.read_step_failure
         self._detector = FailureDetector(
             self._membership, self.status, board_ranks, self._global_ranks, self.timeout_s
@@ -111,11 +117,8 @@ class C10dTransport(Transport):
                 self, partial(self.status.board.leave, self.status)
             )
             self._open(group, title)
-        except FddpError:
-            self.close()
-            raise
-        except BaseException:
-            self.abandon("its opening was interrupted")
+        except BaseException as error:
+            self.end_opening(error)
             raise
 
     def _open(self, group: dist.ProcessGroup, title: str) -> None:
@@ -125,6 +128,7 @@ class C10dTransport(Transport):
 
         def set_key(count: int) -> None:
             self.status.key = f"{group_key}/{count}"
+            self._detector.listen(self.rank)
 
         begin_s, probe = self._peers.begin_wait(), GroupProbe(group)
         check = partial(self._peers.check_opening, what, begin_s, probe.lost)
@@ -133,7 +137,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
-            statuses = self._detector.describe_status(absent)
+            statuses = self._detector.describe(self._detector.statuses(absent))
             self.status.fail(what)
             self.status.board.publish(self.status.key)
             raise SyncTimeoutError(
@@ -143,13 +147,27 @@ class C10dTransport(Transport):
                 f"Status of the ranks: {statuses}",
                 absent,
             )
-        self._detector.refresh_processes()  # while the store is reachable
-        self._connect_through_torch([self._everyone])
+        self._detector.refresh_processes()  # of all ranks, before any goes on
+        self._connect_through_torch([self._everyone], probe.lost)
+
+    def end_opening(self, error: BaseException) -> None:
+        """Close because of an error during the opening. Others that wait for this rank are told the
+        error if it is this rank's own."""
+        if not self.closed_by and is_of_this_rank(error):
+            self._withdraw(error)
+        self.closed_by = self.closed_by or "its opening was interrupted"
+        self.close()
+
+    def _withdraw(self, error: BaseException) -> None:
+        with ignore_backend_errors():
+            self._membership.withdraw(error_text(error))
 
     def set_title(self, title: str) -> None:
         """Set the label to `title` and a number. All ranks must have agreed on the title."""
         device = self.control_device.type
-        self._membership.forget(self._communicators[self._everyone][device].addresses)
+        self._detector.stop_listening()  # all ranks have looked
+        addresses = self._communicators[self._everyone][device].addresses
+        self._membership.forget([*addresses, self._detector.key])
         try:
             self.status.label = f"{title} #{self._membership.number(title, self.timeout_s)}"
         except RuntimeError as error:
@@ -191,8 +209,10 @@ class C10dTransport(Transport):
                 handle = communicator.backend.start(
                     "all_reduce", tensor, 0, average, wait_soon, record_time
                 )
-            except (TypeError, ValueError):
-                pass  # the base class raises the precise error, or uses another communicator
+            except (TypeError, ValueError, RuntimeError):
+                # The base class raises the precise error, or uses another communicator. Another
+                # thread may have closed this one.
+                pass
             else:
                 work = _C10dWork(self, communicator, handle, ranks)
                 if record_time:
@@ -229,7 +249,10 @@ class C10dTransport(Transport):
                 self._in_memory[ranks] = communicator
                 self._communicators.setdefault(ranks, {})["cpu"] = communicator
 
-    def _connect_through_torch(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def _connect_through_torch(
+        self, groups: Sequence[tuple[int, ...]], lost: Callable[[], Sequence[int]] = lambda: ()
+    ) -> None:
+        """Connect the ranks of each group; `lost` returns ranks that left the process group."""
         for ranks in groups:
             group = self._group()
             if group is None:
@@ -237,13 +260,18 @@ class C10dTransport(Transport):
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
             what = f"opening a communicator of {counted(len(ranks), 'rank')}"
-            check_peers = partial(self._peers.check, what, self._peers.begin_wait())
+            check_peers = partial(
+                self._peers.check_connecting, what, self._peers.begin_wait(), lost
+            )
             spec = CommunicatorSpec(
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
                 connected = _new_communicators(spec, self._backends)
             except RuntimeError as error:
+                if is_of_this_rank(error):
+                    self.end_opening(error)
+                    raise
                 raise self.fail(what, error, ranks) from error
             self._opened += dict.fromkeys(connected.values())
             self._communicators[ranks] = {**connected, **self._communicators.get(ranks, {})}
@@ -284,17 +312,24 @@ class C10dTransport(Transport):
     def publish_step_failure(self, step: int, text: str) -> None:
         self._membership.publish_step_failure(step, text)
 
+    def close(self, reason: str = "close() was called") -> None:
+        # gloo's connections live as long as its operations.
+        self._end(reason, is_awaited=self._works.in_flight)
+
     def abandon(self, reason: str) -> None:
+        self._end(reason, is_awaited=True)
+
+    def _end(self, reason: str, *, is_awaited: bool) -> None:
+        """Close, and report it to the other ranks if they may wait for this one."""
         try:
-            if not self.closed_by:
-                # gloo's connections live as long as its operations, which the step's error
-                # refers to.
+            if is_awaited and not self.closed_by:
                 self._peers.report(Report("dead", (self.rank,)))
         finally:
-            self.close(reason)
+            super().close(reason)
 
     def _release(self) -> None:
         self._cancel_finalizer()
+        self._detector.stop_listening()
         self.status.board.leave(self.status)
         failed = self._failure is not None
         over = threading.Event()
@@ -303,7 +338,12 @@ class C10dTransport(Transport):
         if self._memory is not None:
             self._memory.free()
         # On a separate thread, see [Note: freeing waits]. Without a failure this is short.
-        thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        try:
+            thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        except threads.ThreadStartError:
+            over.set()
+            _finish(freeing)
+            return
         if not failed:
             thread.join(_FREEING_S)
 
@@ -313,13 +353,18 @@ class C10dTransport(Transport):
         communicator, operation = work.communicator, work.operation
         # The source of a broadcast may exit once it has sent its data.
         is_broadcast = operation is not None and operation.kind == "broadcast"
-        check_peers = partial(
-            self._peers.check,
-            what,
-            self._peers.begin_wait(0.0 if collective.done else communicator.soon_s),
-            check_failures=not communicator.spreads_failures,
-            among=() if is_broadcast or communicator.watches_members else work.ranks,
-        )
+        begin_s = self._peers.begin_wait(0.0 if collective.done else communicator.soon_s)
+
+        def check_peers() -> None:
+            if self.closed_by:  # by another thread
+                raise RuntimeError("the transport was closed")
+            self._peers.check(
+                what,
+                begin_s,
+                check_failures=not communicator.spreads_failures,
+                among=() if is_broadcast or communicator.watches_members else work.ranks,
+            )
+
         communicator.wait(collective, check_peers)
 
     def _fail_operation(self, what: str, error: RuntimeError, work: _C10dWork) -> FddpError:
@@ -362,8 +407,8 @@ class C10dTransport(Transport):
                 self.status.fail(what)
                 self.status.board.publish(self.status.key)
                 self._failure = failure
-                self.closed_by = f"{what} failed"
-                self._release()
+                self.closed_by = self.closed_by or f"{what} failed"  # others know of it
+                self.close()
         if self._failure is None:
             raise InternalError(f"{what} failed for an unknown reason")
         return to_error(self._failure, where, self._detector.names, self.timeout_s)
@@ -435,6 +480,12 @@ class _IssuedWorks:
         if len(self._works) == _MAX_WORKS:
             self._works = [ref for ref in self._works if _is_open(ref)]
         self._works.append(weakref.ref(work))
+
+    @property
+    def in_flight(self) -> bool:
+        """True if some operation has not finished."""
+        works = [work for ref in [*self._works] if (work := ref()) is not None]
+        return any(not work.done for work in works)
 
     def first_failed(self, failed: _C10dWork) -> tuple[int, str]:
         """Return position and description of the first failed operation of the same ranks.

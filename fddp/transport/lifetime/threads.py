@@ -9,6 +9,10 @@ store is not joined: it does not return to the interpreter while the store is si
 This is done by a `weakref.finalize` that exists while there are such threads. Finalizers are called
 by an `atexit` handler that `import torch` registers. Handlers are called in reverse order, so those
 of callers, which may close transports and thereby start threads, are called before it.
+
+[Note: failed starts] For lack of memory a new thread may end before it has reported its start, for
+which `threading.Thread.start` waits without a limit. The function by which the interpreter began
+the thread has then released a lock, or was dropped without having been called.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fddp.errors import FddpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _END_S = 1.0  # time limit for joining all threads
+_LOOK_S = 0.05  # between two looks at a thread that starts
+
+
+class ThreadStartError(FddpError):
+    """This process can't start another thread."""
 
 
 class _Running:
@@ -49,14 +60,61 @@ def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -
     if running is None or not running.at_exit.alive:
         running = _Running()
         _newest = weakref.ref(running)
-    thread = threading.Thread(target=_run, args=(run, running), name=name, daemon=True)
+    thread = _Thread(target=_run, args=(run, running), name=name, daemon=True)
     running.stops[thread] = stop
     try:
         thread.start()
+    except (RuntimeError, MemoryError) as error:
+        running.stops.pop(thread, None)
+        raise ThreadStartError(
+            f"the thread {name!r} can't be started ({str(error) or type(error).__name__}); raise "
+            f"the limits of this process (ulimit -u, ulimit -v), or free threads and memory"
+        ) from error
     except BaseException:
         running.stops.pop(thread, None)
         raise
     return thread
+
+
+class _Thread(threading.Thread):
+    """A thread whose failed start is an error; see [Note: failed starts]."""
+
+    def start(self) -> None:
+        begin: Any = super()._bootstrap  # type: ignore[misc]
+        over = threading.Lock()
+        over.acquire()
+
+        def bootstrap() -> None:
+            try:
+                begin()
+            finally:
+                over.release()
+
+        # Names in all versions of `threading`: `start` calls the first, and waits for the second.
+        self._bootstrap = bootstrap
+        self._started = _Started(self, weakref.ref(bootstrap), over)
+        del bootstrap
+        super().start()
+
+
+class _Started(threading.Event):
+    """Event of the start of a thread. A wait without a limit ends if the thread has."""
+
+    def __init__(self, thread: _Thread, bootstrap: weakref.ref[Any], over: threading.Lock) -> None:
+        super().__init__()
+        self._thread: _Thread | None = thread
+        self._function, self._over = bootstrap, over
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            return super().wait(timeout)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            del thread._bootstrap  # the interpreter has the only reference now
+        while not super().wait(_LOOK_S):
+            if self._function() is None or not self._over.locked():
+                raise MemoryError("it ended before it began to run")
+        return True
 
 
 def _run(run: Callable[[], None], running: _Running) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REQUEST_S = 2.0  # default time limit
 GLANCE_S = 0.25  # time limit of requests whose answer is optional
 _LEAST_S = 0.02  # time limit behind a request that is already late
-_IDLE_S = 0.5  # idle time after which the thread ends
+_IDLE_S = 0.1  # idle time after which the thread ends; it starts in less than a millisecond
 _END_S = 0.1  # longest wait for the end of the thread
 
 T = TypeVar("T")
@@ -71,6 +71,10 @@ class StoreClientThread:
                 self._thread = threads.start_thread(
                     self._run, "fddp-store", partial(self._requests.put, None)
                 )
+        except threads.ThreadStartError:
+            # Calls wait on this thread then, without a limit.
+            self._serving_pid = 0
+            self._run_all()
         except BaseException:  # of a signal handler, at any of these lines
             if starts:
                 self._serving_pid = 0
@@ -84,6 +88,15 @@ class StoreClientThread:
             self._requests.put(None)
             if threading.current_thread() is not thread:
                 thread.join(_END_S)
+
+    def wake(self) -> None:
+        """End the thread if it is idle. Takes no lock, so that finalizers may call it."""
+        self._requests.put(None)
+
+    def _run_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while (request := self._requests.get_nowait()) is not None:
+                request.run()
 
     def _run(self) -> None:
         while True:
@@ -178,4 +191,8 @@ def client_of(group: Any) -> StoreClientThread:
     """
     with contextlib.suppress(ValueError):  # no default group
         group = dist.group.WORLD or group
-    return _clients.setdefault(group, StoreClientThread())
+    client = _clients.get(group)
+    if client is None:
+        client = _clients.setdefault(group, StoreClientThread())
+        weakref.finalize(group, client.wake).atexit = False
+    return client

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fddp.errors import DesyncError, FddpError, PeerError, RankLostError, SyncTimeoutError
+from fddp.transport.liveness.status import RankStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 #: text of a failure caused by a rank that closed its transport without an error
 CLOSED = "it closed its transport"
+
+
+#: cause of a failure on the reporting rank: a time limit, a broken connection, dead ranks, a report
+#: of another rank, or an error of its own
+Verdict = Literal["timeout", "broken", "dead", "notified", "failed"]
+
+
+class Report(NamedTuple):
+    """Report of a failed operation by one rank."""
+
+    verdict: Verdict
+    ranks: tuple[int, ...]  # participants of the operation; for "dead", the dead ranks
+    place: int = -1  # position of the operation among those of the same ranks; -1 if unknown
+    operation: str = ""  # its description; for "failed", the error
 
 
 class Failure(NamedTuple):
@@ -26,6 +43,7 @@ class Failure(NamedTuple):
         store: state of the group's store if it was unreachable.
         waited_s: duration of this rank's wait if another rank's limit was exceeded first.
         gave_up: other ranks whose limit was exceeded, as far as known.
+        failed: errors of ranks that can't take part because of them.
     """
 
     text: str
@@ -37,6 +55,35 @@ class Failure(NamedTuple):
     store: Literal["", "silent", "gone"] = ""
     waited_s: float | None = None
     gave_up: tuple[int, ...] = ()
+    failed: Mapping[int, str] = MappingProxyType({})
+
+
+def not_responding(
+    reports: Mapping[int, Report], answers: Mapping[int, RankStatus | None], key: str
+) -> tuple[int, ...]:
+    """Return the ranks to name after a time limit, from what all ranks have reported and answered.
+
+    They are those that others wait for in vain. A rank that waits itself is not among them: it did
+    not report only because its own limit has not expired. A rank whose waits were interrupted has
+    waited for too short a time to blame others, unless these do not answer either.
+
+    Args:
+        reports: failure reports by rank.
+        answers: statuses by rank; None for those without an answer.
+        key: the transport.
+
+    >>> waiting = RankStatus(("a sum",), awaits=("a transport",))
+    >>> reports = {0: Report("timeout", (0, 2)), 1: Report("notified", (1, 3))}
+    >>> not_responding(reports, {2: waiting, 3: None}, "a transport")
+    (3,)
+    >>> not_responding(reports, {2: RankStatus(at="data.py:3"), 3: waiting}, "a transport")
+    (2,)
+    """
+    late = {r for one in reports.values() if one.verdict != "notified" for r in one.ranks}
+    others = {r for one in reports.values() for r in one.ranks}
+    unanswered = {rank for rank, status in answers.items() if status is None}
+    waiting = {rank for rank, status in answers.items() if status and key in status.awaits}
+    return tuple(sorted((late | (others & unanswered)) - reports.keys() - waiting))
 
 
 def check_titles(titles: Mapping[int, str]) -> None:
@@ -83,6 +130,12 @@ def to_error(
         return _error_without_store(failure, where, names, timeout_s)
     if failure.peer:
         return PeerError(f"{where}: {failure.peer}, and takes no part; the step fails on all ranks")
+    if failure.failed:
+        errors = "; ".join(f"{name((rank,))} failed: {e}" for rank, e in failure.failed.items())
+        return PeerError(
+            f"{where}: {errors}; nothing was opened on any rank, so call again on all of them",
+            failure.failed,
+        )
     if failure.mismatch:
         return mismatch_error(where, failure.mismatch)
     if failure.late:

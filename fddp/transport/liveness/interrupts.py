@@ -6,6 +6,9 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
+from fddp.errors import FddpError
+from fddp.transport.lifetime.threads import ThreadStartError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,6 +49,23 @@ class CommunicatorFailedError(RuntimeError):
 class OperationMismatchError(RuntimeError):
     """Ranks met in different operations, which `str` describes. The communicator can still be
     used."""
+
+
+_NO_RESOURCES = ("can't start new thread", "Resource temporarily unavailable", "Cannot allocate")
+
+
+def is_of_this_rank(error: BaseException) -> bool:
+    """Return True if an error of an opening concerns this rank alone: of a signal handler, or for
+    lack of memory or threads.
+
+    >>> is_of_this_rank(KeyboardInterrupt()), is_of_this_rank(RuntimeError("Connection closed"))
+    (True, False)
+    """
+    if isinstance(error, ThreadStartError | MemoryError) or not isinstance(error, Exception):
+        return True
+    if isinstance(error, FddpError):
+        return False
+    return from_user_code(error) or any(words in str(error) for words in _NO_RESOURCES)
 
 
 def from_user_code(error: Exception) -> bool:

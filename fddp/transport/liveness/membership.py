@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 from fddp.core.protocol.messages import AnyOf, Schema, decode
 from fddp.transport.liveness.bounded_store import (
@@ -18,6 +18,7 @@ from fddp.transport.liveness.bounded_store import (
     BoundedStore,
     StoreClientThread,
 )
+from fddp.transport.liveness.failure import Report, Verdict
 from fddp.transport.liveness.interrupts import PeerFailureError, ignore_backend_errors
 
 if TYPE_CHECKING:
@@ -25,24 +26,11 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-#: cause of a failure on the reporting rank: a time limit, a broken connection, dead ranks, or a
-#: report of another rank
-Verdict = Literal["timeout", "broken", "dead", "notified"]
-
 _MAX_MISMATCH_CHARS = 2000
 CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
 _LONGEST_PAUSE_S = 0.05  # between two polls, if the store can serve all ranks that often
 _POLLS_PER_S = 20_000
 _REPORT: Schema = (AnyOf(get_args(Verdict)), [int], int, str)
-
-
-class Report(NamedTuple):
-    """Report of a failed operation by one rank."""
-
-    verdict: Verdict
-    ranks: tuple[int, ...]  # participants of the operation; for "dead", the dead ranks
-    place: int = -1  # position of the operation among those of the same ranks; -1 if unknown
-    operation: str = ""  # its description
 
 
 class Membership:
@@ -53,8 +41,9 @@ class Membership:
 
     [Note: openings end alike] A rank whose wait times out gives up, and a late rank must not
     consider it present. Each opening therefore ends in one atomic write, "go" or "stop", which all
-    ranks obey. Late ranks skip an opening that was stopped. Ranks that failed to open a transport
-    together are thus matched at their next attempt.
+    ranks obey. Late ranks skip an opening that was stopped after a time limit, and raise where a
+    rank has reported a failure. Ranks that failed to open a transport together are thus matched at
+    their next attempt.
 
     [Note: one key for all ranks] The rank that arrives last sets a key, and the others poll this
     key alone. If each polled the keys of all, the store would look up a number of keys that grows
@@ -81,6 +70,7 @@ class Membership:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
         on_count: Callable[[int], None] = lambda count: None,
+        on_stopped: Callable[[], None] = lambda: None,
     ) -> tuple[int, ...]:
         """Wait for every rank to open; return the absent ranks, none on success.
 
@@ -90,6 +80,7 @@ class Membership:
             timeout_s: time limit.
             check: called repeatedly during the wait; an exception ends the opening on all ranks.
             on_count: called with the number of the opening before other ranks see this one in it.
+            on_stopped: called before an opening is skipped that other ranks have stopped.
 
         Raises:
             StoreTimeoutError: the store did not answer within the time limit.
@@ -104,6 +95,9 @@ class Membership:
             count = in_time(self._group_store).add(f"fddp/opened/{self._rank}", 1)
             self.store, self.count = self._group_store.prefixed(f"fddp/{count}"), count
             if in_time(self.store).check(["outcome"]):
+                if self.failed():
+                    raise PeerFailureError("another rank reported a failure")
+                on_stopped()
                 continue
             on_count(count)
             in_time(self.store).set(f"here/{self._rank}", "")
@@ -118,23 +112,31 @@ class Membership:
                 absent, stopped = (), error
             ends = absent or stopped is not None
             outcome = in_time(self.store).compare_set("outcome", "", "stop" if ends else "go")
-            if outcome == b"go":
-                return ()
             if stopped is not None:
                 raise stopped
+            if outcome == b"go":
+                return ()
             if absent:
                 return absent
+
+    def withdraw(self, error: str) -> None:
+        """Report that this rank can't take part in the opening, or in the next one if it has begun
+        none, so that the others need not wait for it."""
+        if self.count == 0:
+            self.count = self._group_store.add(f"fddp/opened/{self._rank}", 1)
+            self.store = self._group_store.prefixed(f"fddp/{self.count}")
+        self.report(Report("failed", (self._rank,), operation=error[:_MAX_MISMATCH_CHARS]))
+        self.store.compare_set("outcome", "", "stop")
 
     def _check_while_opening(self, check: Callable[[], None]) -> None:
         check()
         if self.failed():
             raise PeerFailureError("another rank reported a failure")
 
-    def forget(self, addresses: Sequence[str]) -> None:
-        """Delete this rank's keys of the opening and of its `addresses`, once all ranks are
-        connected."""
+    def forget(self, others: Sequence[str]) -> None:
+        """Delete this rank's keys of the opening, and `others`, once all ranks are connected."""
         shared = ["outcome", "arrived", "complete"] if self._rank == 0 else []
-        keys = [f"here/{self._rank}", *addresses, *shared]
+        keys = [f"here/{self._rank}", *others, *shared]
         with ignore_backend_errors(NotImplementedError):
             self.store.within(GLANCE_S).delete(keys)
 
@@ -178,8 +180,8 @@ class Membership:
     def report(self, report: Report) -> None:
         """Publish a failure, and thereby that this rank is alive."""
         self.store.set(f"report/{self._rank}", json.dumps(report))
-        if report.verdict == "dead":
-            self.store.set("dead", "")
+        if report.verdict in ("dead", "failed"):
+            self.store.set("dead", "")  # the others need not wait for more reports
         self.store.set("failed", "")
 
     def reports(
@@ -198,6 +200,13 @@ class Membership:
         silent = self._absent("report", deadline_s, enough=enough)
         by_rank = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
         return {rank: report for rank, report in by_rank.items() if report is not None}
+
+    def errors(self, ranks: tuple[int, ...]) -> dict[int, str]:
+        """Return the errors of their own that `ranks` have reported."""
+        with ignore_backend_errors():
+            found = {rank: self._read(rank) for rank in ranks if rank not in self.unreported(ranks)}
+            return {r: one.operation for r, one in found.items() if one and one.verdict == "failed"}
+        return {}
 
     def unreported(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `ranks` without a report; all of them if the store is unreachable.

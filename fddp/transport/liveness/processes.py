@@ -1,10 +1,17 @@
 """Detection of ended processes of ranks on this host.
 
 While a transport is being opened there is no connection whose end would reveal that a rank has
-died. Each rank therefore publishes once, in the store of the job, its PID namespace, PID, start
-time and the address of its stack, which is another one once the process runs another program. Ranks
-in the same PID namespace check this process while they wait, then and in later waits that take
-long.
+died, and a connection stays open while a forked process holds it. Ranks of one host therefore look
+at each other's processes while they wait.
+
+[Note: proof of a shared host] A PID means something only to a process of the same host that sees
+the same PID namespace. Neither can be read off: machines that were cloned from one snapshot have
+the same boot id and the same numbers of namespaces, and start times are shifted in another time
+namespace. Each rank therefore listens at an abstract socket of a random name while a transport is
+being opened, and publishes this name. A rank that can connect to it shares the host, and the kernel
+itself tells it the listener's PID, in its own PID namespace (SO_PEERCRED; 0 if the process is not
+visible there). It then reads start time and stack on its own. Not messages with SCM_CREDENTIALS:
+they would need an answer of the other rank, which may be busy.
 """
 
 from __future__ import annotations
@@ -13,89 +20,121 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from fddp.transport.shm.fd_passing import connect
+
 _MAX_LINE_CHARS = 200  # longer lines are malformed
 _STATE, _BEGAN, _STACK = 0, 19, 25  # fields of /proc/PID/stat after the name of the program
 
 
 class Process(NamedTuple):
-    """A process of this host."""
+    """A living process of this host, as this rank saw it."""
 
     pid: int
-    began: int  # start time in ticks of the system's clock; 0 if unknown
-    stack: int  # address of the stack; 0 if unknown
+    began: int = 0  # start time in ticks of the system's clock; 0 if unknown
+    stack: int = 0  # address of the stack, another one once it runs another program; 0 if unknown
 
 
-def own_line(rank: int) -> str:
-    """Return the line that a rank publishes about its own process.
+class Look(NamedTuple):
+    """What this rank sees at the PID of a process now."""
 
-    >>> ranks = parsed("3 17 900 77\\nnonsense\\n" + own_line(5))
-    >>> ranks[3], ranks[5].pid == os.getpid()
-    (Process(pid=17, began=900, stack=77), True)
-    """
-    _, began, stack = _read(os.getpid()) or ("", 0, 0)
-    return f"{rank} {os.getpid()} {began} {stack}\n"
+    exists: bool
+    state: str = ""  # "" if unknown, as are the others
+    began: int = 0
+    stack: int = 0
 
 
-def parsed(text: str) -> dict[int, Process]:
-    """Parse published lines: the newest process of each rank. Malformed lines are skipped."""
-    found: dict[int, Process] = {}
-    for line in text.splitlines():
-        words = line.split(" ")
-        if len(line) < _MAX_LINE_CHARS and len(words) == 4 and all(w.isdecimal() for w in words):
-            rank, *process = map(int, words)
-            found[rank] = Process(*process)
-    return found
-
-
-def has_ended(process: Process) -> bool:
+def has_ended(seen: Process, now: Look) -> bool:
     """Return True if a process has ended or runs another program, also if its PID was reused.
 
-    >>> own = parsed(own_line(0))[0]
-    >>> [has_ended(own), has_ended(own._replace(began=1)), has_ended(own._replace(stack=1))]
+    >>> seen = Process(17, 900, 77)
+    >>> alive = Look(True, "S", 900, 77)
+    >>> [has_ended(seen, now) for now in (alive, Look(False), alive._replace(state="Z"))]
     [False, True, True]
-    >>> has_ended(Process(0, 1, 1))
-    False
+    >>> [has_ended(seen, now) for now in (alive._replace(began=5), alive._replace(stack=5))]
+    [True, True]
+    >>> has_ended(seen, Look(True)), has_ended(Process(17), alive)
+    (False, False)
     """
-    if not 0 < process.pid < 2**31:
-        return False
+    if not now.exists:
+        return True
+    if not (seen.began and now.began):
+        return False  # unknown
+    is_replaced = 0 not in (now.stack, seen.stack) and now.stack != seen.stack
+    return now.state in "ZX" or now.began != seen.began or is_replaced
+
+
+def is_stopped(seen: Process, now: Look) -> bool:
+    """Return True if a signal or a debugger has stopped a process.
+
+    >>> is_stopped(Process(17, 900), Look(True, "T", 900))
+    True
+    """
+    return now.exists and now.state in ("T", "t") and now.began == seen.began
+
+
+def look_at(process: Process) -> Look:
+    """Look at the PID of a process.
+
+    >>> own = Process(os.getpid())
+    >>> look_at(own).exists, has_ended(own, look_at(own))
+    (True, False)
+    """
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:
-        return True
+        return Look(False)
     except OSError:  # another user's process
-        return False
-    found = _read(process.pid)
-    if found is None or not process.began:
-        return False  # unknown
-    state, began, stack = found
-    is_replaced = 0 not in (stack, process.stack) and stack != process.stack
-    return state in "ZX" or began != process.began or is_replaced
-
-
-def is_stopped(process: Process) -> bool:
-    """Return True if a signal or a debugger has stopped a process.
-
-    >>> is_stopped(parsed(own_line(0))[0])
-    False
-    """
-    found = _read(process.pid) if process.pid > 0 else None
-    return found is not None and found[0] in "Tt" and found[1] == process.began
-
-
-def pid_namespace() -> str:
-    """Return an identifier of this host and PID namespace; empty if it can't be determined."""
+        return Look(True)
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        # Otherwise /proc is that of another PID namespace.
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return Look(True)
+        text = Path(f"/proc/{process.pid}/stat").read_text()
+        fields = text.rpartition(")")[2].split()
+        return Look(True, fields[_STATE], int(fields[_BEGAN]), int(fields[_STACK]))
+    except (OSError, ValueError, IndexError):
+        return Look(True)
+
+
+def process_behind(name: str) -> Process | None:
+    """Return the process that listens at a socket of this name; None if it has not proved to share
+    this host and PID namespace. See [Note: proof of a shared host]."""
+    try:
+        connection = connect(name)
+    except OSError:  # another user's, or it does not accept connections
+        return None
+    if connection is None:
+        return None
+    pid = connection.process
+    connection.close()
+    if pid <= 0:
+        return None
+    now = look_at(Process(pid))
+    return Process(pid, now.began, now.stack) if now.exists else None
+
+
+def line_of(rank: int, name: str) -> str:
+    """Return the line that a rank publishes about its socket.
+
+    >>> names_in("3 ab12\\nnonsense\\n" + line_of(5, "0c"))
+    {3: 'ab12', 5: '0c'}
+    """
+    return f"{rank} {name}\n"
+
+
+def names_in(text: str) -> dict[int, str]:
+    """Parse published lines: the newest name of each rank. Malformed lines are skipped."""
+    found: dict[int, str] = {}
+    for line in text.splitlines():
+        rank, _, name = line.partition(" ")
+        if len(line) < _MAX_LINE_CHARS and rank.isdecimal() and name.isalnum() and name.isascii():
+            found[int(rank)] = name
+    return found
+
+
+def boot_id() -> str:
+    """Return an identifier that differs between most hosts; empty if it can't be determined."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def _read(pid: int) -> tuple[str, int, int] | None:
-    """Return the state, start time and address of the stack of a process; None if unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()
-        return fields[_STATE], int(fields[_BEGAN]), int(fields[_STACK])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -33,12 +33,14 @@ class RankStatus(NamedTuple):
         last: operation that it finished or abandoned last; empty if there was none.
         at: current line of its main thread, and its callers.
         transports: keys of its open transports.
+        awaits: keys of the transports of `waits`.
     """
 
     waits: tuple[str, ...] = ()
     last: str = ""
     at: str = ""
     transports: tuple[str, ...] = ()
+    awaits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Format the status, to follow the rank's name.
@@ -142,6 +144,7 @@ class StatusBoard:
         gave_up: the last failed operation; cleared when a transport is opened.
         abandoned: statuses by key of transports that a failure has closed here, and that other
             ranks may consider open.
+        processes: by rank, processes that have proved to run on this host.
         interrupted_s: time of the last interrupted step, by `time.perf_counter`. None once the
             transports that other ranks abandoned in it are closed.
     """
@@ -151,6 +154,7 @@ class StatusBoard:
         self.last: TransportStatus | None = None
         self.gave_up = ""
         self.abandoned: dict[str, TransportStatus] = {}
+        self.processes: dict[int, Process] = {}
         self.interrupted_s: float | None = None
 
     @property
@@ -180,17 +184,19 @@ class StatusBoard:
     def own_status(self, main_thread: int | None = None) -> RankStatus:
         """Return the current status of this rank, with the current line of `main_thread`; None for
         the process's main thread."""
-        waits = []
+        waits, awaits = [], []
         statuses = self.open_statuses
         for status in statuses:
             wait = status.waits
             if wait is not None:
                 waits.append(f"{status.named(wait.what)}{_called(wait.what, line_of(wait.thread))}")
+                awaits.append(status.key)
         last = self.last
         done = last.named(last.done) if last is not None and last.done else ""
         ident = threading.main_thread().ident if main_thread is None else main_thread
         keys = tuple(status.key for status in statuses)
-        return RankStatus(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
+        at = line_of(ident)
+        return RankStatus(tuple(sorted(waits)), self.gave_up or done, at, keys, tuple(awaits))
 
     def step_failure(self, own: TransportStatus) -> str | None:
         """Return the failure of another rank, in a step in whose loss function this rank is, that
@@ -228,10 +234,6 @@ class StatusBoard:
         self.close_abandoned(found)
 
     # Communication with other ranks, implemented in subclasses
-
-    def processes(self) -> dict[int, Process]:
-        """Return the processes of the job's ranks in this PID namespace, by rank."""
-        return {}
 
     def publish_abandoned(self, key: str) -> None:
         """Report that this rank has abandoned a transport within a call."""

@@ -25,7 +25,7 @@ from fddp.transport.liveness.bounded_store import (
     client_of,
 )
 from fddp.transport.liveness.interrupts import ignore_backend_errors
-from fddp.transport.liveness.processes import Process, own_line, parsed, pid_namespace
+from fddp.transport.liveness.processes import Process
 from fddp.transport.liveness.status import RankStatus, StatusBoard, TransportStatus
 from fddp.transport.torch_private import name_of, store_of
 
@@ -38,13 +38,13 @@ _POLLS_PER_S, _LONG_INTERVAL_S, _MAX_INTERVAL_S = 1000, 1.0, 5.0
 _POLLS_PER_TIMEOUT = 8
 _END_S = 0.5  # longest wait for the end of the thread
 # number of the query, key of a transport that the rank is about to close, and a `RankStatus`
-_ANSWER: Schema = (int, str, [str], str, str, [str])
+_ANSWER: Schema = (int, str, [str], str, str, [str], [str])
 _MAX_WAITS_SHOWN, _MAX_CHARS_SHOWN = 8, 1000  # of one rank's answer
 
 _lock = threading.RLock()  # reentrant: a transport may be collected while another one is opened
 _boards: weakref.WeakKeyDictionary[Any, StoreStatusBoard] = weakref.WeakKeyDictionary()
-# Last known processes of the ranks, for groups in whose store this process is registered.
-_known: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDictionary()
+# Processes of ranks, by group whose store their board uses. They outlive the board.
+_processes: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDictionary()
 
 
 class StoreStatusBoard(StatusBoard):
@@ -62,21 +62,6 @@ class StoreStatusBoard(StatusBoard):
         self._size = size
         self._timeouts_s: dict[TransportStatus, float] = {}
         self._responder: _StatusResponder | None = None
-        host = pid_namespace()
-        self._processes = f"processes/{host}" if host else ""
-        self.known: dict[int, Process] = {}  # as of the last answer of the store
-
-    def publish_process(self) -> None:
-        with ignore_backend_errors(ValueError):  # some stores can't append
-            if self._processes:
-                self._bounded.append(self._processes, own_line(self._rank))
-
-    def processes(self) -> dict[int, Process]:
-        store = self._bounded.within(GLANCE_S)
-        with ignore_backend_errors(ValueError):
-            if self._processes and store.check([self._processes]):
-                self.known.update(parsed(store.get(self._processes).decode(errors="replace")))
-        return self.known
 
     def register(
         self, key: str, timeout_s: float
@@ -160,11 +145,13 @@ class StoreStatusBoard(StatusBoard):
         except ValueError:  # malformed
             found[rank] = None
             return True
-        asked, closes, waits, last, at, transports = fields
+        asked, closes, waits, last, at, transports, awaits = fields
         if asked < query and (not key or closes != key):
             return False
         shown = [_shown(text) for text in waits[:_MAX_WAITS_SHOWN]]
-        found[rank] = RankStatus(tuple(shown), _shown(last), _shown(at), tuple(transports))
+        found[rank] = RankStatus(
+            tuple(shown), _shown(last), _shown(at), tuple(transports), tuple(awaits)
+        )
         return True
 
 
@@ -266,17 +253,15 @@ def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatu
     members = dist.get_process_group_ranks(group)
     host, ranks = (world, members) if world is not None else (group, list(range(len(members))))
     with _lock:
-        board, is_new = _boards.get(host), host not in _known
+        board = _boards.get(host)
         if board is None:
             rank, size = dist.get_rank(host), dist.get_world_size(host)
             board = _boards[host] = StoreStatusBoard(store_of(host), rank, size, client_of(group))
-            board.known = _known.setdefault(host, {})
+            board.processes = _processes.setdefault(host, {})
         # The group name distinguishes groups of the same ranks, and is the same on all ranks.
         name = hashlib.sha256(f"{members} of {name_of(group)!r}".encode()).hexdigest()[:16]
         status, responder = board.register(name, timeout_s)
     try:
-        if is_new:
-            board.publish_process()
         if responder is not None:
             responder.start_or_wake()
     except BaseException:
