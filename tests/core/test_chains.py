@@ -122,6 +122,21 @@ def test_parts_of_a_bucket_run_along_different_axes_at_the_same_time() -> None:
     first = [(op.axes, op.region[1:3]) for op in own if op.kind == "reduce_scatter"][:2]
     assert first == [(("host",), (0, 12)), (("local",), (12, 24))]
     assert own[1].deps == own[2].deps
+    late = [(op.kind, *op.axes) for op in schedule.ops if op.bucket == 1 and op.when == "late"]
+    one, other = torus(PLAN.buckets[1])
+    assert late == [("pack",), *one, ("add",), *other, ("add",)]
+
+
+def test_a_short_last_chain_carries_the_word_once() -> None:
+    """While longer chains of earlier buckets go on."""
+
+    def mixed(bucket: Bucket) -> list[Chain]:
+        return torus(bucket) if bucket.numel == 3 else [[("all_reduce", "host", "local")]]
+
+    schedule = make_schedule(PLAN, GRID, algorithm=mixed)
+    check_schedule(schedule)
+    assert schedule.piggyback_op >= 0
+    assert [op.kind for op in schedule.ops].count("control") == 1
 
 
 def test_chains_are_of_parts_that_hold_something() -> None:
