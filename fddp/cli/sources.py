@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from fddp import BucketPlan, FddpError, plan_buckets
+from fddp import BucketPlan, plan_buckets
 from fddp.cli.common import CallError
+from fddp.errors import FddpError
 from fddp.extend import suggestion
 
 SOURCE_HELP = (

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from fddp import UnevenError
+from fddp.errors import UnevenError
 from fddp.integrations.replace_ddp import install
 from fddp.integrations.token_mean import TokenMean
 
