@@ -229,11 +229,10 @@ def table(runs: Sequence[Run]) -> str:
             f"1/{ddp.sent / one.sent:.1f}",
             f"{one.loss:.4f}",
             f"{one.loss / ddp.loss - 1:+.2%}",
-            f"{one.seconds:.1f}",
         )
         for one in runs
     ]
-    header = ("method", "sent", "of DDP's", "loss", "beside DDP's", "seconds")
+    header = ("method", "sent", "of DDP's", "loss", "beside DDP's")
     steps = runs[0].curve[-1][0]
     caption = "2 processes over gloo; loss on text that is held out, nats a character"
     return titled_table(f"{steps} steps", caption, header, rows, left=("method",))

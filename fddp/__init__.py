@@ -9,8 +9,8 @@ Training
     as_transform                             a `GradSync` as an optax or torchopt transformation
     DistributedDataParallel                  the interface of torch's class
     numerics                                 loss scales and spikes of norms, as values
-    averaging                                averages of parameters, for local SGD
-    periodic                                 DiLoCo and others: schedules over many steps
+    averaging                                the parameters' mean every few steps: local SGD
+    periodic                                 what averaging lacks: delays, outer optimizers, DiLoCo
     hooks                                    communication hooks that compress gradients
 
 Operators and replicas
@@ -19,13 +19,14 @@ Operators and replicas
     sync_on_backward                         identity, whose backward averages
     Communicator                             ranks and caps of operators
     empty_shared                             tensors in memory that ranks share
-    broadcast, check_replicas, reconcile     equal replicas: send, compare, repair
+    broadcast, check_replicas, reconcile     equal replicas: send, compare, repair; unlike
+                                             broadcast_from, without derivatives
 
 Plans and schedules
     plan_buckets, plan_optimal, rebucket     plan the buckets of a tree
-    BucketPlan, Bucket, LeafSpec             plans as values
+    BucketPlan, Bucket                       plans as values
     make_schedule, check_schedule            the operations of a step; their proof
-    Schedule, Op, Topology                   schedules as values
+    Schedule, Topology                       schedules as values
     simulate, Jitter                         the time of a step without ranks
     CostModel, PRESETS, measure_cost         the time of collectives
 
@@ -38,12 +39,10 @@ Tools
     loopback                                 ranks as threads of this process
     testing, viz, jax                        submodules with extras of their names
     integrations                             Accelerate, Lightning, Transformers and Ignite
-    extend                                   parts for packages that build on fddp
+    extend                                   parts for packages that build on fddp: Op, LeafSpec
 
-Every error that is raised on purpose is a FddpError:
-    ClosedError, DesyncError, HookError, InternalError, LossError, NoGradientError,
-    NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError, ReplicationError,
-    ScheduleError, SyncTimeoutError, TransformError, TreeMismatchError, UnevenError, WeightError.
+Every error that is raised on purpose is in `errors` and derives from FddpError; each is also
+a name of this module, such as `fddp.RankLostError`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fddp import hooks
+from fddp import errors, hooks
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.operators import (
     all_gather,
@@ -68,35 +67,16 @@ from fddp.collectives.replicas.broadcast import broadcast
 from fddp.collectives.replicas.check import check_replicas
 from fddp.collectives.replicas.reconcile import reconcile
 from fddp.core.check import check_schedule
-from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, rebucket
+from fddp.core.plan.plan import Bucket, BucketPlan, rebucket
+from fddp.core.plan.plan import LeafSpec as LeafSpec
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.op import Op
+from fddp.core.schedule.op import Op as Op
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import PRESETS, CostModel
 from fddp.core.sim.simulator import Jitter, simulate
 from fddp.ddp import DistributedDataParallel
-from fddp.errors import (
-    ClosedError,
-    DesyncError,
-    FddpError,
-    HookError,
-    InternalError,
-    LossError,
-    NoGradientError,
-    NonFiniteError,
-    PeerError,
-    PlanMismatchError,
-    RankLostError,
-    ReentryError,
-    ReplicationError,
-    ScheduleError,
-    SyncTimeoutError,
-    TransformError,
-    TreeMismatchError,
-    UnevenError,
-    WeightError,
-)
+from fddp.errors import *  # noqa: F403 - those of its __all__, for type checkers too
 from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
 from fddp.sync.measure import measure_cost
@@ -115,30 +95,44 @@ from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
 if TYPE_CHECKING:
-    from fddp import averaging as averaging
-    from fddp import extend as extend
-    from fddp import integrations as integrations
-    from fddp import jax as jax
-    from fddp import numerics as numerics
-    from fddp import periodic as periodic
-    from fddp import testing as testing
-    from fddp import viz as viz
-    from fddp import watch as watch
+    from fddp import (
+        averaging as averaging,
+    )
+    from fddp import (
+        extend as extend,
+    )
+    from fddp import (
+        integrations as integrations,
+    )
+    from fddp import (
+        jax as jax,
+    )
+    from fddp import (
+        numerics as numerics,
+    )
+    from fddp import (
+        periodic as periodic,
+    )
+    from fddp import (
+        testing as testing,
+    )
+    from fddp import (
+        viz as viz,
+    )
+    from fddp import (
+        watch as watch,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "ClosedError", "Communicator", "CostModel",
-    "DesyncError", "DistributedDataParallel", "FddpError", "GradSync", "HookError",
-    "InternalError", "Jitter", "LeafSpec", "LossError", "NoGradientError", "NonFiniteError", "Op",
-    "PeerError", "PlanMismatchError", "RankLostError", "ReentryError", "ReplicationError",
-    "Schedule", "ScheduleError", "SyncInfo", "SyncTimeoutError", "Topology", "TransformError",
-    "TreeMismatchError", "UnevenError", "VirtualSampler", "WeightError", "all_gather",
-    "all_to_all", "as_transform", "broadcast", "broadcast_from", "check_replicas",
-    "check_schedule", "dump_flights", "empty_shared", "flight", "functionalize", "hooks",
-    "loopback", "make_schedule", "measure_cost", "plan_buckets", "plan_optimal", "pmax", "pmean",
-    "psum", "rebucket", "reconcile", "reduce_scatter", "simulate", "sync_on_backward", "tree_map",
-    "uneven", "virtual_rng",
+    "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "Communicator", "CostModel",
+    "DistributedDataParallel", "GradSync", "Jitter", "Schedule", "SyncInfo", "Topology",
+    "VirtualSampler", "all_gather", "all_to_all", "as_transform", "broadcast", "broadcast_from",
+    "check_replicas", "check_schedule", "dump_flights", "empty_shared", "errors", "flight",
+    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "plan_buckets",
+    "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile", "reduce_scatter", "simulate",
+    "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 
 registration.register()

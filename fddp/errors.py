@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+#: also names of `fddp`
+__all__ = [
+    "ClosedError", "DesyncError", "FddpError", "HookError", "InternalError", "LossError",
+    "NoGradientError", "NonFiniteError", "PeerError", "PlanMismatchError", "RankLostError",
+    "ReentryError", "ReplicationError", "ScheduleError", "SyncTimeoutError", "TransformError",
+    "TreeMismatchError", "UnevenError", "WeightError",
+]  # fmt: skip
+
 _LONGEST_TEXT = 8000  # characters
 
 

@@ -14,9 +14,9 @@ These names are public, and may change between minor versions.
     exchange, Schema, MappingOf, optional, check_equal
                                 values of all ranks, validated and compared
     tree_flatten, check_paths   leaves of a tree, and their paths
-    plan_leaves, dense_strides, summary, optimal_plan, Target
+    LeafSpec, plan_leaves, dense_strides, summary, optimal_plan, Target
                                 plans of leaves, without a tree
-    replay, is_collective, Algorithm, Scaling
+    Op, Region, Algorithm, Chain, Chains, Scaling, replay, is_collective
                                 schedules, and the rule by which they are launched
     Cost, LinkAlgorithm, ReadyTimes, preset_or_model, ready_seconds
                                 arguments of `fddp.simulate`
@@ -34,13 +34,13 @@ from fddp.collectives.exchange import exchange
 from fddp.collectives.group_registry import GroupRegistry
 from fddp.core.entrance import entrance
 from fddp.core.plan.defaults import MIB
-from fddp.core.plan.leaf import dense_strides
+from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.core.plan.plan import plan_leaves, summary
 from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.launch import replay
 from fddp.core.protocol.messages import MappingOf, Schema, optional
-from fddp.core.schedule.builder import Algorithm
-from fddp.core.schedule.op import is_collective
+from fddp.core.schedule.builder import Algorithm, Chain, Chains
+from fddp.core.schedule.op import Op, Region, is_collective
 from fddp.core.schedule.schedule import Scaling
 from fddp.core.sim.cost import LinkAlgorithm, preset_or_model
 from fddp.core.sim.optimal import Target, optimal_plan
@@ -63,13 +63,13 @@ from fddp.tree.pytree import check_paths
 from fddp.tree.pytree import flatten as tree_flatten
 
 __all__ = [
-    "COMPUTE", "MIB", "SUMMABLE_DTYPES", "Algorithm", "BucketTimes", "Cost", "Flight", "Group",
-    "GroupRegistry", "Interval", "LinkAlgorithm", "LoopbackGroup", "MappingOf", "Mesh", "Operation",
-    "ReadyTimes", "Reduction", "Rendezvous", "Scaling", "Schema", "Site", "Span", "StepHandle",
-    "StepTimes", "Target", "Timeline", "call_site", "check_equal", "check_paths", "communicator_of",
-    "counted", "dense_strides", "entrance", "exchange", "find_divergences", "html_table",
-    "is_collective", "leaf_text", "mirrored", "optimal_plan", "optional", "plain_table",
-    "plan_leaves", "preset_or_model", "rank_names", "ready_seconds", "replay", "resolve",
-    "resolve_mesh", "run_operator", "size_text", "suggestion", "summary", "to_array", "to_tensor",
-    "tree_flatten", "unit_of", "waits_since",
+    "COMPUTE", "MIB", "SUMMABLE_DTYPES", "Algorithm", "BucketTimes", "Chain", "Chains", "Cost",
+    "Flight", "Group", "GroupRegistry", "Interval", "LeafSpec", "LinkAlgorithm", "LoopbackGroup",
+    "MappingOf", "Mesh", "Op", "Operation", "ReadyTimes", "Reduction", "Region", "Rendezvous",
+    "Scaling", "Schema", "Site", "Span", "StepHandle", "StepTimes", "Target", "Timeline",
+    "call_site", "check_equal", "check_paths", "communicator_of", "counted", "dense_strides",
+    "entrance", "exchange", "find_divergences", "html_table", "is_collective", "leaf_text",
+    "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves", "preset_or_model",
+    "rank_names", "ready_seconds", "replay", "resolve", "resolve_mesh", "run_operator", "size_text",
+    "suggestion", "summary", "to_array", "to_tensor", "tree_flatten", "unit_of", "waits_since",
 ]  # fmt: skip

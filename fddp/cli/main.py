@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import fddp
 from fddp.cli import flight, plan, simulate
 from fddp.cli.common import CallError
 from fddp.cli.demo import command as demo
+from fddp.extend import suggestion
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "fddp") -> int:
@@ -63,4 +65,21 @@ class Parser(argparse.ArgumentParser):
     """Parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        hint = ""
+        wrong = _WRONG_WORD.search(message)
+        if wrong is not None:
+            hint = suggestion(wrong[1] or wrong[2], _words(self))
+        self.exit(2, f"{self.prog}: error: {message}{hint} (see {self.prog} --help)\n")
+
+
+_WRONG_WORD = re.compile(r"invalid choice: '([^']+)'|unrecognized arguments: ([^\s=]+)")
+
+
+def _words(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options and choices of a parser and of its commands."""
+    words: set[str] = set()
+    for action in parser._actions:
+        words.update(action.option_strings, map(str, action.choices or ()))
+        if isinstance(action, argparse._SubParsersAction):
+            words.update(*map(_words, action.choices.values()))
+    return words

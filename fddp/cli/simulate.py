@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp import BucketPlan, FddpError, Jitter, make_schedule, simulate
+from fddp import BucketPlan, Jitter, make_schedule, simulate
 from fddp.cli import common
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
+from fddp.errors import FddpError
 from fddp.extend import (
     MIB,
     ReadyTimes,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from fddp import BucketPlan, FddpError, plan_buckets
+from fddp import BucketPlan, plan_buckets
 from fddp.cli.common import CallError
+from fddp.errors import FddpError
+from fddp.extend import suggestion
 
 SOURCE_HELP = (
     "package.module:name or file.py:name of a tree of arrays, of an nn.Module, or of a function "
@@ -56,10 +60,16 @@ def load(source: str) -> Any:
         )
     module = _load_module(where)
     if not hasattr(module, name):
-        raise CallError(f"{where!r} has no {name!r}")
+        raise CallError(f"{where!r} has no {name!r}{suggestion(name, vars(module))}")
     found = getattr(module, name)
     if not callable(found) or isinstance(found, nn.Module):
         return found
+    needed = _needed_arguments(found)
+    if needed:
+        raise CallError(
+            f"{source} needs the arguments {', '.join(needed)}, and is called without any; name a "
+            f"function that calls it, such as: def make(): return {name}(...)"
+        )
     try:
         return found()
     except (Exception, SystemExit) as error:
@@ -76,6 +86,16 @@ def read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise CallError(f"can't read {path!r}: {error.strerror}") from error
+
+
+def _needed_arguments(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of parameters without a default; [] if the signature is unknown."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _load_module(where: str) -> ModuleType:

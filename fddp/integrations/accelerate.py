@@ -26,7 +26,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from fddp import UnevenError
+from fddp.errors import UnevenError
 from fddp.integrations.replace_ddp import install
 from fddp.integrations.token_mean import TokenMean
 

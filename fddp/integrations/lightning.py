@@ -19,7 +19,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import Metric
 
-from fddp import Communicator, DistributedDataParallel, UnevenError
+from fddp import Communicator, DistributedDataParallel
+from fddp.errors import UnevenError
 from fddp.integrations.lockstep import Lockstep, Turn, exchange_lengths, unchanged_buffers
 from fddp.integrations.token_mean import TokenMean
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from fddp import Communicator, UnevenError
+from fddp import Communicator
+from fddp.errors import UnevenError
 
 _END = object()
 

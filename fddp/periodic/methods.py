@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fddp import LeafSpec, plan_buckets
-from fddp.extend import entrance
+from fddp import plan_buckets
+from fddp.extend import LeafSpec, entrance
 from fddp.periodic.schedule import Fragment, Periodic, PeriodicSchedule
 
 

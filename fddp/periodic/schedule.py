@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal, NamedTuple
 
-from fddp import ScheduleError
+from fddp.errors import ScheduleError
 from fddp.extend import counted, leaf_text, size_text
 
 

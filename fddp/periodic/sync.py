@@ -13,13 +13,11 @@ from typing_extensions import TypedDict
 from fddp import (
     Communicator,
     GradSync,
-    PlanMismatchError,
-    TreeMismatchError,
     check_replicas,
     plan_buckets,
     tree_map,
 )
-from fddp.errors import error_text
+from fddp.errors import PlanMismatchError, TreeMismatchError, error_text
 from fddp.extend import (
     Group,
     StepHandle,

@@ -348,9 +348,10 @@ class Step:
         self.failure, self.source, self.regular = error, NOTHING, None
         self.executor.leave_to_python()
         self.failure_text = where + error_text(error)
-        if isinstance(error, FddpError):
-            rank = self.transport.rank
-            error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
+        place = f"rank {self.transport.rank} at step "
+        # The error of a step within this one's loss function has its place already.
+        if isinstance(error, FddpError) and not str(error).startswith(place):
+            error.args = (f"{place}{self.number}: {error}", *error.args[1:])
 
     def leave_regular(self) -> None:
         """Note that this rank sends another control word than the regular one."""

@@ -99,6 +99,11 @@ class Request:
         problem = timeout_error(self.timeout_s) or transport_error(self.transport, transport)
         if problem is not None:
             raise problem
+        if callable(self.algorithm):
+            raise TypeError(
+                "algorithm must be a name, got a function; pass GradSync(fddp.make_schedule("
+                "fddp.plan_buckets(tree), topology, algorithm=function))"
+            )
         for name, choices in (("algorithm", Reduction), ("nonfinite", Policy)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(choice_text(name, getattr(self, name), get_args(choices)))

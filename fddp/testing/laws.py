@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp import Op, Schedule, ScheduleError, check_schedule
-from fddp.extend import counted, entrance, is_collective, replay
+from fddp import Schedule, check_schedule
+from fddp.errors import ScheduleError
+from fddp.extend import Op, counted, entrance, is_collective, replay
 
 
 @entrance

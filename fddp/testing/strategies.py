@@ -15,8 +15,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fddp import BucketPlan, LeafSpec, Schedule, Topology, make_schedule
-from fddp.extend import Algorithm, Scaling, dense_strides, plan_leaves, tree_flatten
+from fddp import BucketPlan, Schedule, Topology, make_schedule
+from fddp.extend import Algorithm, LeafSpec, Scaling, dense_strides, plan_leaves, tree_flatten
 
 DTYPES = (
     torch.float32,

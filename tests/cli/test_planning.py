@@ -45,6 +45,10 @@ def fails():
     raise ValueError("no\\nluck")
 
 
+def sized(width, depth, *, bias=True):
+    return [torch.zeros(width) for _ in range(depth)]
+
+
 def nothing():
     return {"count": torch.tensor(1)}
 
@@ -173,6 +177,12 @@ def test_json_on_stdout_is_all_there_is(folder: Path, capfd: pytest.CaptureFixtu
         ("own_models", "'own_models' must be package.module:name or file.py:name, where name is"),
         ("own_models:a b", "must be package.module:name or file.py:name"),
         ("own_models:nope", "'own_models' has no 'nope'"),
+        ("own_models:netwrk", "'own_models' has no 'netwrk'; did you mean 'network'?"),
+        (
+            "own_models:sized",
+            "own_models:sized needs the arguments width, depth, and is called without any; name a "
+            "function that calls it, such as: def make(): return sized(...)",
+        ),
         ("no.such:thing", "there is no module 'no'"),
         ("own_models.more:thing", "there is no module 'own_models.more'"),
         ("needs_more:thing", "importing 'needs_more' raised ModuleNotFoundError: No module named"),

@@ -18,6 +18,13 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
     [
         ([], "the following arguments are required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
+        (["simulat"], "; did you mean 'simulate'? (see "),
+        (["plan", "m:f", "--buket-cap-mb", "1"], "; did you mean '--bucket-cap-mb'? (see "),
+        (["simulate", "m:f", "--algoritm=hierarchical"], "required: --topology, --cost"),
+        (
+            [*SIMULATE, "--backward-ms", "1", "--algorithm", "hierachical"],
+            "; did you mean 'hierarchical'? (see ",
+        ),
         (["demo", "--ranks", "0"], "--ranks: must be a whole number of at least 1"),
         (["demo", "--ranks", "17"], "at most 16, got '17'"),
         (["demo", "--ranks", "1\n2"], r"got '1\n2'"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fddp.core.check import check_schedule
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
@@ -24,6 +25,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.simulator import Jitter, simulate
 from fddp.core.timeline import COMPUTE, BucketTimes, Span, StepTimes, Timeline
+from fddp.errors import ScheduleError
 from tests.support.examples import examples
 
 # A plain simulation
@@ -441,6 +443,26 @@ def test_bad_arguments() -> None:
         simulate(two_leaves(), {"host": CostModel(0.0, 0.0)}, [0.0, 0.0])
     with pytest.raises(ValueError, match="late holds bucket 2; the plan has 2 buckets"):
         simulate(two_leaves(), CostModel(0.0, 0.0), [0.0, 0.0], late={2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"deps": (9,)}, r"op 1 .*: it depends on op .*launched later"),
+        ({"deps": (99,)}, r"op 1 .*: it depends on op 99, but there are ops 0 to "),
+        ({"deps": (-1,)}, r"op 1 .*: it depends on op -1, but there are ops 0 to "),
+        ({"bucket": 7}, r"op 1 .*: bucket must be an index of the 2 buckets"),
+        ({"axes": ("host",)}, r"op 1 .*: it runs along 'host'; the axes are world"),
+    ],
+)
+def test_a_malformed_schedule_is_refused_as_by_the_check(fields: Any, text: str) -> None:
+    schedule = two_leaves()
+    ops = list(schedule.ops)
+    ops[1] = ops[1]._replace(**fields)
+    wrong = dataclasses.replace(schedule, ops=tuple(ops))
+    for call in (check_schedule, lambda it: simulate(it, CostModel(1e-5, 1e-9), [0.1, 0.2])):
+        with pytest.raises(ScheduleError, match=text):
+            call(wrong)
 
 
 # Timelines

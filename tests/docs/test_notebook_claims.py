@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 
 from fddp.viz import canvas
@@ -87,6 +88,15 @@ def simulation(notebook: Stored) -> None:
     assert min(simulated) == simulated[-1], "the optimal plan"
     assert max(measured) == measured[0], "buckets of one layer"
     assert sum(a < b for a, b in zip(simulated, measured, strict=True)) >= 5
+    buckets = notebook.numbers(r"# buckets: simulated +[\d.]+ ms")
+    orders = [np.argsort(np.argsort(values)) for values in (buckets, measured)]
+    *_, caps, optimal = zip(simulated, measured, strict=True)
+    notebook.claims(
+        f"a naive model, has a rank correlation of {np.corrcoef(orders)[0, 1]:.2f} with",
+        f"half of them by {notebook.number('median error of the simulated times #%'):.0f}% or more",
+        f"was predicted {1 - optimal[0] / caps[0]:.0%} faster than DDP's caps, and was measured "
+        f"{1 - optimal[1] / caps[1]:.0%} faster",
+    )
     checks = next(cell.source for cell in notebook.cells if "np.corrcoef" in cell.source)
     assert "if correlation < 0.8:\n    raise" in checks
     assert "if spread < 1.5:\n        raise" in checks
@@ -98,7 +108,9 @@ def simulation(notebook: Stored) -> None:
 
 
 def loop(notebook: Stored) -> None:
-    notebook.claims("All ranks end with the same bits", "up to rounding", "keeps the faster")
+    notebook.claims(
+        "All ranks end with the same bits", "up to rounding", "keeps the faster", "compare the ends"
+    )
     assert notebook.numbers("from rank 0 #,") == [0.0] * 4
     assert max(notebook.numbers("from one process #")) < 1e-12
     gain = re.findall(r"measured .*\(([+-])[\d.]+% gain\): the (\w+) plan", notebook.shown)

@@ -16,7 +16,7 @@ import fddp
 import fddp.jax
 import fddp.testing
 import fddp.viz
-from fddp import averaging, hooks
+from fddp import averaging, errors, hooks
 from tests.support.pages import ROOT, read
 from tests.support.programs import run_python
 from tests.support.site_search import SiteSearch
@@ -35,8 +35,9 @@ def _public(module: ModuleType) -> set[str]:
     return {
         name
         for name, value in found.items()
-        if not isinstance(value, ModuleType) and _is_ours(value) and name != "HookError"
-    } | ({"HookError"} if module is fddp else set())
+        if not isinstance(value, ModuleType) and _is_ours(value)
+        if name != "HookError" or module is errors  # `hooks` has it, too
+    }
 
 
 def _is_ours(value: object) -> bool:
@@ -49,6 +50,7 @@ def _is_ours(value: object) -> bool:
     ("module", "prefix"),
     [
         (fddp, "fddp"),
+        (errors, "fddp.errors"),
         (hooks, "fddp.hooks"),
         (fddp.testing, "fddp.testing"),
         (fddp.viz, "fddp.viz"),
@@ -91,7 +93,14 @@ SEARCHED = {
     "mixed precision": "docs/guide/recipes#mixed-precision-with-autocast",
     "SyncBatchNorm": "docs/guide/recipes#syncbatchnorm",
     "gradient clipping": "docs/guide/recipes",
-    "gradient accumulation": "docs/guide/batches#gradient-accumulation-micro-batches",
+    "gradient accumulation": "docs/guide/recipes#gradient-accumulation",
+    "learning rate": "docs/guide/recipes#learning-rate-and-world-size",
+    "DistributedSampler": "docs/guide/recipes#distributedsampler",
+    "EMA": "docs/guide/recipes#exponential-moving-average-ema",
+    "slurm": "docs/guide/recipes#slurm",
+    "horovod": "docs/coming_from#from-horovod",
+    "deepspeed": "docs/coming_from#from-deepspeed",
+    "custom schedule": "docs/guide/own_schedules",
     "slow rank": "docs/watching",
     "straggler": "docs/watching",
     "timeout": "docs/guide/recipes#timeouts",

@@ -12,12 +12,13 @@ from types import ModuleType
 import pytest
 
 import fddp
+from fddp import errors, extend
 from fddp.cli import main as cli
 from tests.support.rooms import PACKAGE
 
 PYPROJECT = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
 SUBMODULES = {
-    *("averaging", "extend", "hooks", "integrations", "jax", "numerics", "periodic"),
+    *("averaging", "errors", "extend", "hooks", "integrations", "jax", "numerics", "periodic"),
     *("testing", "viz", "watch"),
 }
 
@@ -27,6 +28,13 @@ def test_every_public_name_is_there_and_described() -> None:
     for name in fddp.__all__:
         assert hasattr(fddp, name), name
         assert name in described, f"{name} is not in the docstring of fddp"
+
+
+def test_errors_are_names_of_the_package_too() -> None:
+    for name in errors.__all__:
+        assert getattr(fddp, name) is getattr(errors, name)
+        assert name not in fddp.__all__
+    assert (fddp.Op, fddp.LeafSpec) == (extend.Op, extend.LeafSpec)
 
 
 def test_dir_has_public_names_only() -> None:

@@ -32,6 +32,7 @@ GUIDE = tuple(
         "hooks",
         "step_information",
         "plans",
+        "own_schedules",
         "meshes",
         "simulation",
         "replicas",

@@ -366,3 +366,18 @@ def test_a_leaf_that_becomes_differentiable_is_noticed(before: Any) -> None:
             assert sync({"w": torch.ones(2), "b": None})["w"].tolist() == [1.0, 1.0]
 
     fddp.loopback(2, run)
+
+
+def test_an_error_of_a_step_within_a_step_is_placed_once() -> None:
+    def run(group: Any) -> str:
+        with (
+            fddp.GradSync(params(), group=group) as inner,
+            fddp.GradSync(params(), group=group) as outer,
+        ):
+            step = outer.value_and_grad(lambda p: loss_fn(inner(fddp.tree_map(torch.neg, p))))
+            with pytest.raises(fddp.TransformError) as caught:
+                step(params())
+            return str(caught.value)
+
+    (text,) = fddp.loopback(1, run)
+    assert re.match(r"rank 0 at step 0: (?!rank)", text)

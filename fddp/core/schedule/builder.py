@@ -1,14 +1,22 @@
-"""Construction of schedules: flat, hierarchical and sharded."""
+"""Construction of schedules from the collectives of one bucket.
+
+An algorithm is a pure function from a bucket to its *chains*. The bucket is cut into as many parts
+of equal size as there are chains, and a chain lists the collectives of one part, each as its kind
+and its axes. The builder adds everything else: packing and padding, the order across buckets, the
+control word, repairs, dependencies and unpacking. Built-in algorithms have the same chain for each
+bucket.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, cast, get_args
 
 from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES
-from fddp.core.plan.plan import BucketPlan
-from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
+from fddp.core.plan.plan import Bucket, BucketPlan
+from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When, is_texts
 from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
@@ -17,11 +25,13 @@ from fddp.core.text import choice_text, leaf_text
 
 Algorithm = Literal["all_reduce", "hierarchical", "reduce_scatter", "all_gather"]
 
-_RESULTS: dict[Algorithm, Result] = {
-    "all_reduce": "replicated_mean",
-    "hierarchical": "replicated_mean",
-    "reduce_scatter": "sharded_mean",
-}
+Chain = Sequence[tuple[str, ...]]
+"""Collectives of one part of a bucket, one after the other: kind and axes of each."""
+
+Chains = Callable[[Bucket], Sequence[Chain]]
+"""The chains of a bucket, one for each of its parts."""
+
+_COLLECTIVES = ("reduce_scatter", "all_reduce", "all_gather")
 
 
 class _Stage(NamedTuple):
@@ -32,12 +42,15 @@ class _Stage(NamedTuple):
     shard: tuple[str, ...] = ()  # axes that divide the region before the operation
 
 
-class _Chain(NamedTuple):
-    """Collectives on each piece of a bucket."""
+class _Piece(NamedTuple):
+    """Elements of a bucket on which one chain of collectives runs."""
 
-    packed: tuple[str, ...]  # axes that divide the packed region
-    stages: tuple[_Stage, ...]
-    unpacked: tuple[str, ...]  # axes that divide the unpacked region
+    bucket: int
+    start: int
+    stop: int
+    packed: tuple[str, ...] = ()  # axes that divide the packed region
+    stages: tuple[_Stage, ...] = ()
+    unpacked: tuple[str, ...] = ()  # axes that divide the unpacked region
 
 
 @entrance
@@ -46,7 +59,7 @@ def make_schedule(
     plan: BucketPlan,
     topology: Topology | int,
     *,
-    algorithm: Algorithm = "all_reduce",
+    algorithm: Algorithm | Chains = "all_reduce",
     scaling: Scaling = "before",
     reduce_dtype: str | None = None,
     split_mb: float | None = None,
@@ -70,7 +83,12 @@ def make_schedule(
             innermost first, all-reduce along the outermost axis, all-gather back, which divides the
             traffic between hosts by the ranks per host; "reduce_scatter": each rank ends with its
             shard of the mean; "all_gather": the inverse, from shards to whole leaves. Axes of size
-            1 are skipped.
+            1 are skipped. Or a pure function from a `Bucket` to its chains: the bucket is cut into
+            parts of equal size, one for each chain, and a chain lists the collectives of its part
+            as tuples of kind and axes, such as `("all_reduce", "host", "local")`. A reduce-scatter
+            leaves each rank a chunk, on which later collectives work; an all-gather joins the
+            chunks of the last reduce-scatter. If chunks are left, ranks end with shards of the
+            mean. Wrong chains make wrong schedules, which `check_schedule` refuses.
         scaling: division by the number of ranks, "before" or "after" the reduction, or "average"
             as part of the collective.
         reduce_dtype: dtype in which float16 and bfloat16 buckets are reduced ("float32" or
@@ -91,9 +109,9 @@ def make_schedule(
     Raises:
         TypeError: `plan` is no plan, or `topology` neither a topology nor an int.
         ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
-            "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
-            `deterministic` with scaling "average" or algorithm "all_gather"; `virtual_ranks` below
-            the number of ranks, or with leaves in no bucket.
+            a chain with an unknown collective or axis; "hierarchical" with a single axis; sparse
+            buckets with a sharded algorithm; `deterministic` with scaling "average" or algorithm
+            "all_gather"; `virtual_ranks` below the number of ranks, or with leaves in no bucket.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -103,6 +121,11 @@ def make_schedule(
         ... # doctest: +NORMALIZE_WHITESPACE
         [('pack',), ('reduce_scatter', 'local'), ('control', 'host', 'local'),
          ('all_reduce', 'host'), ('all_gather', 'local'), ('unpack',)]
+        >>> def two_stages(bucket):
+        ...     return [[("all_reduce", "local"), ("all_reduce", "host")]]
+        >>> schedule = make_schedule(plan, Topology(host=2, local=3), algorithm=two_stages)
+        >>> [(op.kind, *op.axes) for op in schedule.ops if op.when == "late"]
+        [('pack',), ('all_reduce', 'local'), ('all_reduce', 'host'), ('add',)]
     """
     if not isinstance(plan, BucketPlan):
         raise TypeError(
@@ -124,16 +147,19 @@ def make_schedule(
             make_schedule(plan, topology, algorithm="reduce_scatter", split_mb=split_mb)
         )
     wire_dtypes = tuple(_wire_dtype(bucket.dtype, reduce_dtype) for bucket in plan.buckets)
-    chain = _ordered_chain(algorithm, topology) if deterministic else _chain(algorithm, topology)
-    divisor = topology.size({a for stage in chain.stages for a in stage.shard} | {*chain.unpacked})
-    pieces = {
-        b: _cut(b, bucket.numel, divisor, ITEM_BYTES[wire_dtypes[b]], split_mb)
-        for b, bucket in enumerate(plan.buckets)
-        if not bucket.sparse
-    }
-    builder = _Builder(plan, topology, chain, pieces)
+    built_in = () if callable(algorithm) else (_chain(algorithm, topology),)
+    pieces: dict[int, list[_Piece]] = {}
+    for b, bucket in enumerate(plan.buckets):
+        if not bucket.sparse:
+            chains = _checked(algorithm, b, bucket, topology) if callable(algorithm) else built_in
+            if deterministic:
+                chains = [_ordered(chain) for chain in chains]
+            pieces[b] = _cut(
+                b, bucket.numel, chains, topology, ITEM_BYTES[wire_dtypes[b]], split_mb
+            )
+    builder = _Builder(plan, topology, pieces)
     last = next(reversed(pieces), -1)
-    is_flat = chain.stages == (_Stage("all_reduce", topology.names),) and last >= 0
+    is_flat = last >= 0 and pieces[last][-1].stages == (_Stage("all_reduce", topology.names),)
     # On an accelerator, the host would wait for all queued device work to read the word.
     on_cpu = is_flat and plan.buckets[last].device.partition("#")[0] in ("cpu", "meta")
     can_ride = on_cpu and not piggyback_problem(plan, topology, wire_dtypes[last], scaling)
@@ -142,15 +168,13 @@ def make_schedule(
         builder.append_repair(b, again=deterministic or wire_dtypes[b] in RETAINED_DTYPES)
     builder.append_gathers()
     builder.append_unpacks()
+    leaves_shards = any(piece.unpacked for own in pieces.values() for piece in own)
+    result: Result = "replicated_mean"
+    if algorithm == "reduce_scatter" or leaves_shards:
+        result = "sharded_mean"
+        _check_shards(plan, algorithm)
     return Schedule(
-        plan,
-        topology,
-        builder.ops,
-        wire_dtypes,
-        scaling,
-        _RESULTS[algorithm],
-        deterministic,
-        virtual,
+        plan, topology, builder.ops, wire_dtypes, scaling, result, deterministic, virtual
     )
 
 
@@ -177,13 +201,14 @@ def make_all_gather_schedule(schedule: Schedule) -> Schedule:
             f"got the result {schedule.result!r} and cuts {sorted(cuts)}"
         )
     (cut,) = cuts or {()}
-    stages = [_Stage("all_gather", (cut[i],), cut[: i + 1]) for i in reversed(range(len(cut)))]
+    stages = _stages([("all_gather", axis) for axis in reversed(cut)], packed=cut)
     pieces: dict[int, list[_Piece]] = {}
     for op in ends:
-        pieces.setdefault(op.bucket, []).append(_Piece(op.bucket, op.region.start, op.region.stop))
+        piece = _Piece(op.bucket, op.region.start, op.region.stop, cut, stages)
+        pieces.setdefault(op.bucket, []).append(piece)
     for own in pieces.values():
         own.sort()
-    builder = _Builder(schedule.plan, schedule.topology, _Chain(cut, tuple(stages), ()), pieces)
+    builder = _Builder(schedule.plan, schedule.topology, pieces)
     builder.append_chains()
     builder.append_unpacks()
     wire_dtypes = tuple(bucket.dtype for bucket in schedule.plan.buckets)
@@ -193,13 +218,13 @@ def make_all_gather_schedule(schedule: Schedule) -> Schedule:
 def _check(
     plan: BucketPlan,
     topology: Topology,
-    algorithm: str,
+    algorithm: str | Chains,
     scaling: str,
     reduce_dtype: str | None,
     split_mb: float | None,
 ) -> None:
     for name, value, choice in ("algorithm", algorithm, Algorithm), ("scaling", scaling, Scaling):
-        if value not in get_args(choice):
+        if value not in get_args(choice) and not (name == "algorithm" and callable(value)):
             raise ValueError(choice_text(name, value, get_args(choice)))
     if reduce_dtype not in (None, "float32", "float64"):
         raise ValueError(f"reduce_dtype must be float32 or float64, got {reduce_dtype!r}")
@@ -210,16 +235,21 @@ def _check(
             f"'hierarchical' needs a topology with at least two axes, such as "
             f"Topology(host=4, local=8), got {topology}"
         )
+    if algorithm in ("reduce_scatter", "all_gather"):
+        _check_shards(plan, algorithm)
+
+
+def _check_shards(plan: BucketPlan, algorithm: str | Chains) -> None:
     sparse = [bucket for bucket in plan.buckets if bucket.sparse]
-    if sparse and algorithm in ("reduce_scatter", "all_gather"):
+    if sparse:
         path = plan.paths[sparse[0].leaves[0]]
         raise ValueError(
-            f"{algorithm!r} can't shard the sparse leaf {path!r}; plan it as dense, or exclude it "
-            f"with select="
+            f"{_name(algorithm)!r} can't shard the sparse leaf {path!r}; plan it as dense, or "
+            f"exclude it with select="
         )
 
 
-def _check_deterministic(algorithm: str, scaling: str) -> None:
+def _check_deterministic(algorithm: str | Chains, scaling: str) -> None:
     if algorithm == "all_gather":
         raise ValueError("'all_gather' does not sum; omit deterministic=True")
     if scaling == "average":
@@ -238,54 +268,110 @@ def _check_virtual(plan: BucketPlan) -> None:
         )
 
 
-def _chain(algorithm: Algorithm, topology: Topology) -> _Chain:
-    axes = tuple(name for name, size in topology.axes if size > 1)
-    inward = tuple(reversed(axes))
+def _chain(algorithm: Algorithm, topology: Topology) -> Chain:
+    """Return the chain of a built-in algorithm, the same for each bucket."""
+    axes = [name for name, size in topology.axes if size > 1]
     if algorithm == "all_reduce" or (algorithm == "hierarchical" and not axes):
-        return _Chain((), (_Stage("all_reduce", topology.names, ()),), ())
+        return [("all_reduce", *topology.names)]
     if algorithm == "hierarchical":
-        inner = inward[:-1]
-        scatter = [_Stage("reduce_scatter", (a,), inner[:i]) for i, a in enumerate(inner)]
-        gather = [_Stage("all_gather", (a,), inner[: i + 1]) for i, a in enumerate(inner)]
-        across = _Stage("all_reduce", axes[:1], inner)
-        return _Chain((), (*scatter, across, *reversed(gather)), ())
-    stages = [_Stage("reduce_scatter", (a,), inward[:i]) for i, a in enumerate(inward)]
-    return _Chain((), tuple(stages), inward)
+        outer, *inner = axes
+        scatter = [("reduce_scatter", axis) for axis in reversed(inner)]
+        gather = [("all_gather", axis) for axis in inner]
+        return [*scatter, ("all_reduce", outer), *gather]
+    return [("reduce_scatter", axis) for axis in reversed(axes)]
 
 
-def _ordered_chain(algorithm: Algorithm, topology: Topology) -> _Chain:
+def _ordered(chain: Chain) -> Chain:
     """Replace each all-reduce by a reduce-scatter, which sums in a fixed order, and an
     all-gather."""
-    unordered = _chain(algorithm, topology)
-    stages: list[_Stage] = []
-    for stage in unordered.stages:
-        if stage.kind == "all_reduce":
-            stages.append(stage._replace(kind="reduce_scatter"))
-            stage = _Stage("all_gather", stage.axes, (*stage.shard, *stage.axes))
-        stages.append(stage)
-    return unordered._replace(stages=tuple(stages))
+    ordered: list[tuple[str, ...]] = []
+    for kind, *axes in chain:
+        if kind == "all_reduce":
+            ordered += [("reduce_scatter", *axes), ("all_gather", *axes)]
+        else:
+            ordered.append((kind, *axes))
+    return ordered
 
 
-class _Piece(NamedTuple):
-    """Elements of a bucket that are reduced by one collective."""
+def _checked(chains_of: Chains, b: int, bucket: Bucket, topology: Topology) -> Sequence[Chain]:
+    """Return the chains that a user's function gives for a bucket, if they have the right form."""
+    chains = chains_of(bucket)
+    at = f"algorithm {_name(chains_of)!r}, bucket {b}"
+    if not isinstance(chains, (list, tuple)) or not chains:
+        raise ValueError(
+            f"{at}: it must return a list of one or more chains, such as "
+            f"[[{('all_reduce', *topology.names)}]], got {chains!r}"
+        )
+    for part, chain in enumerate(chains):
+        problem = _chain_problem(chain, topology)
+        if problem is not None:
+            raise ValueError(f"{at}: chain {part} {problem}")
+    return chains
 
-    bucket: int
-    start: int
-    stop: int
+
+def _chain_problem(chain: Chain, topology: Topology) -> str | None:
+    example = ("all_reduce", *topology.names)
+    if not isinstance(chain, (list, tuple)) or any(isinstance(item, str) for item in chain):
+        return f"must be a list of collectives, such as [{example}], got {chain!r}"
+    for collective in chain:
+        if not is_texts(collective) or len(collective) < 2:
+            return f"has {collective!r}; write a kind and one or more axes, such as {example}"
+        kind, *axes = collective
+        if kind not in _COLLECTIVES:
+            return f"has {collective!r}; {choice_text('kind', kind, _COLLECTIVES)}"
+        for axis in axes:
+            if axis not in topology.names:
+                return f"has {collective!r}; {choice_text('axis', axis, topology.names)}"
+    return None
+
+
+def _name(algorithm: str | Chains) -> str:
+    return algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
+
+
+def _stages(chain: Chain, packed: tuple[str, ...] = ()) -> tuple[_Stage, ...]:
+    """Return the collectives of a chain with the shard on which each works."""
+    stages, shard = [], packed
+    for kind, *axes in chain:
+        stages.append(_Stage(cast("Kind", kind), tuple(axes), shard))
+        shard = _shard_after(stages[-1])
+    return tuple(stages)
+
+
+def _shard_after(stage: _Stage) -> tuple[str, ...]:
+    if stage.kind == "reduce_scatter":
+        return (*stage.shard, *stage.axes)
+    if stage.kind == "all_gather":
+        return tuple(axis for axis in stage.shard if axis not in stage.axes)
+    return stage.shard
 
 
 def _cut(
-    bucket: int, numel: int, divisor: int, item_bytes: int, split_mb: float | None
+    bucket: int,
+    numel: int,
+    chains: Sequence[Chain],
+    topology: Topology,
+    item_bytes: int,
+    split_mb: float | None,
 ) -> list[_Piece]:
-    """Split a bucket into pieces of nearly equal size, each a multiple of `divisor` and at most
-    `split_mb` if possible."""
+    """Cut a bucket into a part for each chain, and each part into pieces of nearly equal size, at
+    most `split_mb` if possible. Pieces can be divided along all axes that shard the bucket. Chains
+    whose part would be empty are left out."""
+    of_chain = [_stages(chain) for chain in chains]
+    divisor = topology.size({a for stages in of_chain for s in stages for a in _shard_after(s)})
     units = -(-numel // divisor)
-    count = 1
-    if split_mb is not None:
-        units_each = int(split_mb * MIB) // (divisor * item_bytes)
-        count = max(1, -(-units // max(1, units_each)))
-    edges = [units * i // count * divisor for i in range(count + 1)]
-    return [_Piece(bucket, edges[i], edges[i + 1]) for i in range(count)]
+    of_chain = of_chain[: max(1, units)]
+    edges = [units * part // len(of_chain) for part in range(len(of_chain) + 1)]
+    pieces = []
+    for stages, first, end in zip(of_chain, edges[:-1], edges[1:], strict=True):
+        count = 1
+        if split_mb is not None:
+            units_each = int(split_mb * MIB) // (divisor * item_bytes)
+            count = max(1, -(-(end - first) // max(1, units_each)))
+        cuts = [(first + (end - first) * i // count) * divisor for i in range(count + 1)]
+        unpacked = _shard_after(stages[-1]) if stages else ()
+        pieces += [_Piece(bucket, cuts[i], cuts[i + 1], (), stages, unpacked) for i in range(count)]
+    return pieces
 
 
 class _Builder:
@@ -295,12 +381,10 @@ class _Builder:
         self,
         plan: BucketPlan,
         topology: Topology,
-        chain: _Chain,
         pieces: dict[int, list[_Piece]],
     ) -> None:
         self._plan = plan
         self._axes = topology.names
-        self._chain = chain
         self._pieces = pieces
         self._ops: list[Op] = []
         self._ends: dict[_Piece, int] = {}  # position of the last operation on each piece
@@ -315,17 +399,17 @@ class _Builder:
         order = [piece for pieces in self._pieces.values() for piece in pieces]
         if not order:
             self._append_control(-1)
-        depth = max(1, len(self._chain.stages))
+        depth = max([1, *(len(piece.stages) for piece in order)])
         for slot in range(len(order) + depth - 1):
             for stage in range(depth):
                 if 0 <= slot - stage < len(order):
                     piece = order[slot - stage]
                     if stage == 0:
                         self._append_pack(piece)
-                    if piggyback and piece == order[-1]:
+                    if piggyback and piece == order[-1] and stage == 0:
                         self._append_carrier(piece)
-                    elif stage < len(self._chain.stages):
-                        self._extend(piece, self._chain.stages[stage])
+                    elif stage < len(piece.stages):
+                        self._extend(piece, piece.stages[stage])
                 if stage == 0 and slot == len(order) - 1 and not piggyback:
                     self._append_control(order[-1].bucket)
 
@@ -338,10 +422,10 @@ class _Builder:
         packed = self._append(_Stage("pack"), _whole(pieces), deps, when)
         for piece in pieces:
             self._ends[piece] = packed
-            for stage in self._chain.stages:
+            for stage in piece.stages:
                 self._extend(piece, stage, when)
             if not again:
-                self._extend(piece, _Stage("add", shard=self._chain.unpacked), when)
+                self._extend(piece, _Stage("add", shard=piece.unpacked), when)
 
     def append_gathers(self) -> None:
         """Append the gathering of sparse buckets."""
@@ -358,14 +442,15 @@ class _Builder:
             self._append_unpacks(b)
 
     def _append_unpacks(self, bucket: int) -> None:
-        shard, pieces = self._chain.unpacked, self._pieces[bucket]
-        for part in [[piece] for piece in pieces] if shard else [pieces]:
+        pieces = self._pieces[bucket]
+        has_shards = any(piece.unpacked for piece in pieces)
+        for part in [[piece] for piece in pieces] if has_shards else [pieces]:
             deps = (*self._ends_of(part), self._control)
-            self._append(_Stage("unpack", shard=shard), _whole(part), deps)
+            self._append(_Stage("unpack", shard=part[0].unpacked), _whole(part), deps)
 
     def _append_pack(self, piece: _Piece) -> None:
-        if self._chain.packed:
-            self._ends[piece] = self._append(_Stage("pack", shard=self._chain.packed), piece, ())
+        if piece.packed:
+            self._ends[piece] = self._append(_Stage("pack", shard=piece.packed), piece, ())
         elif piece.start == 0:
             pieces = self._pieces[piece.bucket]
             packed = self._append(_Stage("pack"), _whole(pieces), ())
@@ -383,7 +468,7 @@ class _Builder:
         """Append a piggybacked control word, and the all-reduce that carries it."""
         self._append_control(piece.bucket, piggyback=True)
         deps = (self._ends[piece], self._control)
-        self._ends[piece] = self._control = self._append(self._chain.stages[0], piece, deps)
+        self._ends[piece] = self._control = self._append(piece.stages[0], piece, deps)
 
     def _ends_of(self, pieces: list[_Piece]) -> tuple[int, ...]:
         return tuple(self._ends[piece] for piece in pieces)

@@ -26,6 +26,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from fddp.core.check import check_schedule
+from fddp.core.check.ordering import check_order
 from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.protocol.launch import may_launch
@@ -117,6 +119,7 @@ def simulate(
 
     Raises:
         TypeError: `schedule` is no schedule.
+        ScheduleError: its operations are malformed, or depend on later ones.
         ValueError: times that are negative, above 1e9, missing or of the wrong length; an axis
             without a model; an unknown preset; a late bucket that is not in the plan; jitter on
             more than 4 million ranks.
@@ -140,7 +143,12 @@ def simulate(
     plan, topology = schedule.plan, schedule.topology
     leaves_s = ready_seconds(plan.leaves, plan.reduced, ready_times_s)
     buckets_s = [float(np.max(leaves_s[list(b.leaves)])) for b in plan.buckets]
-    tasks = _tasks(schedule, cost, late)
+    check_order(schedule)
+    try:
+        tasks = _tasks(schedule, cost, late)
+    except (LookupError, ValueError):  # perhaps of buckets or axes that are not there
+        check_schedule(schedule)
+        raise
     shape = [size for _, size in topology.axes]
     if jitter is None:
         slowdown = np.ones([1] * len(shape))

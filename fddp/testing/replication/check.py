@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Generator
 
-from fddp import ReplicationError
+from fddp.errors import ReplicationError
 from fddp.extend import Site, counted, entrance, tree_flatten
 from fddp.testing.replication.lines import Lines, Origin, origin
 from fddp.testing.replication.observers import (
