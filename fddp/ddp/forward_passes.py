@@ -157,9 +157,12 @@ class ForwardPasses:
                 return
             hook = ddp.buffer_hook
             # The hook may call operators, and also runs on ranks that have failed.
-            with transport.step_scope(None):
+            outer = transport.enter_step(None)
+            try:
                 state, buffers = hook.buffer_comm_hook_state, ddp.named_module_buffers
                 futures = hook.buffer_comm_hook(state, buffers)
+            finally:
+                transport.enter_step(outer)
             self._steps.work.extend(future.wait for future in futures or ())
 
 

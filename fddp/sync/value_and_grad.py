@@ -117,13 +117,16 @@ class ValueAndGrad:
 
         def begin(step: Step) -> Computed:
             # Operators of the loss function raise once another rank has failed the step.
-            with step.transport.step_scope(step.number):
+            outer = step.transport.enter_step(step.number)
+            try:
                 check_no_transform("value_and_grad")
                 if hook_state is not None or step.code.hook is not None:
                     step.take_states(self._engine.checked_states(hook_state, "hook_state="))
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with outside_inference_mode():
                     return self._compute(step, args, kwargs, accumulated)
+            finally:
+                step.transport.enter_step(outer)
 
         outcome = self._engine.run(Method.VALUE_AND_GRAD, begin, with_stats=self._with_info)
         computed: Computed = outcome.step.begin_result

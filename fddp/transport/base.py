@@ -114,20 +114,6 @@ class Work(ABC):
         return list(self._results)
 
 
-class _StepScope:
-    __slots__ = ("_outer", "_status", "_step")
-
-    def __init__(self, status: TransportStatus, step: int | None) -> None:
-        self._status = status
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._outer, self._status.in_step = self._status.in_step, self._step
-
-    def __exit__(self, *_: object) -> None:
-        self._status.in_step = self._outer
-
-
 class Endpoint(ABC):
     """One rank's end of a communicator over a group of ranks: its name, life and failures.
 
@@ -171,14 +157,11 @@ class Endpoint(ABC):
     def _everyone(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))
 
-    def step_scope(self, step: int | None) -> _StepScope:
-        """Context in which this rank's waits raise once another rank fails `step`; None: failed
-        steps do not interrupt waits."""
-        return _StepScope(self.status, step)
-
-    def enter_step(self, step: int | None) -> None:
-        """Make this rank's waits raise once another rank fails `step`; None: undo it."""
-        self.status.in_step = step
+    def enter_step(self, step: int | None) -> int | None:
+        """Make this rank's waits raise once another rank fails `step`; None: failed steps do not
+        interrupt waits. Return the step that did before."""
+        outer, self.status.in_step = self.status.in_step, step
+        return outer
 
     @abstractmethod
     def publish_step_failure(self, step: int, text: str) -> None:

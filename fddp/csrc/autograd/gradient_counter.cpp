@@ -146,8 +146,9 @@ double GradientCounter::pack(int64_t bucket, const at::Tensor& buffer, const Buc
   double amax = 0.0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_VALUE(members_ != nullptr, "arm must be called before gradients can be packed");
     // Before they are taken, so that the caller can look for the one at fault.
-    for (const int64_t leaf : members_->leaves[bucket]) {
+    for (const int64_t leaf : members_->leaves.at(bucket)) {
       const at::Tensor& grad = leaves_[leaf].grad();
       TORCH_CHECK_TYPE(!grad.defined() || !is_wrapper(grad), "a gradient's memory does not hold its values");
     }

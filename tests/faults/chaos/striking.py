@@ -200,9 +200,9 @@ class Striker:
                 patched.enter_context(only_python())
             for name in ("pack", "launch", "add_repair", "gather", "unpack"):
                 patched.enter_context(watching_operation(name))
-            patched.callback(finish_module.calls.cache_clear)
+            patched.callback(finish_module.executor_calls.cache_clear)
             patched.enter_context(mock.patch.object(finish_module, "write_word", watched_write))
-            finish_module.calls.cache_clear()
+            finish_module.executor_calls.cache_clear()
             patched.enter_context(mock.patch.object(BufferPool, "acquire", watched_acquire))
             patched.enter_context(mock.patch.object(Transport, "exchange", watched_exchange))
             yield
