@@ -191,8 +191,9 @@ class PeerMonitor:
         failure = failure._replace(statuses=self._detector.describe(answers))
         with ignore_backend_errors():
             reports = self._membership.reports(0.0)  # ranks have had the time of the answers
+            # By now, a rank that came late may have given up as well, and all respond.
             silent = not_responding(reports, answers, self._status.key)
-            return failure._replace(silent=silent)
+            return failure._replace(silent=silent or failure.silent)
         return failure
 
 
