@@ -42,8 +42,8 @@ from tests.support.parity_models import (
 )
 from tests.support.ranks import RankPool
 
-STEPS = 9
-FEWER = 3  # steps that rank 1 lacks, where inputs are uneven
+STEPS = 6
+MORE = 3  # steps that rank 0 takes then, where inputs are uneven; a cycle of micro-batches
 
 
 def bfloat16_hook(state, bucket):
@@ -53,7 +53,7 @@ def bfloat16_hook(state, bucket):
 
 def power_sgd() -> tuple[Any, Any]:
     state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
     )
     return state, powerSGD_hook.powerSGD_hook
 
@@ -176,7 +176,8 @@ def wrapper(ddp: Callable[..., nn.Module], row: Row) -> Any:
 def compare(rank: int, world_size: int, row: Row) -> Verdict:
     model, loop, joins = MODELS[row[0]], LOOPS[row[2]], row[2].startswith("join")
     steps = [[model.batch(r, step) for r in range(world_size)] for step in range(STEPS)]
-    own = [[batches[rank]] for batches in steps[: STEPS - FEWER * rank * joins]]
+    number = STEPS + MORE * (joins and rank == 0)
+    own = [[model.batch(rank, step)] for step in range(number)]
     # The same transport, whose sums are the same bits.
     over_gloo = functools.partial(fddp.DistributedDataParallel, transport="c10d")
     with warnings.catch_warnings():
@@ -222,7 +223,7 @@ def test_same_bits_on_other_numbers_of_ranks(
 def test_own_divisor_with_sparse_gradients(rank: int, world_size: int) -> None:
     """Parameters are those of the twin with dense gradients."""
     model = MODELS["sparse embedding"]
-    own = [[model.batch(rank, step)] for step in range(STEPS - FEWER * rank)]
+    own = [[model.batch(rank, step)] for step in range(STEPS + MORE * (1 - rank))]
     found = []
     for sparse in (True, False):
         module = runs.built(model, 0)
@@ -335,9 +336,7 @@ CASES = {
 def test_same_as_one_process(group: Any, name: str) -> None:
     case = CASES[name]
     model = Model(case.build, case.batch)
-    steps = [
-        [case.batch(r, step) for r in range(2)] for step in range(STEPS - 1)
-    ]  # in pairs, or in fours
+    steps = [[case.batch(r, step) for r in range(2)] for step in range(8)]  # the fourth changes
     own = [[batches[group.rank]] for batches in steps]
     wrap = functools.partial(fddp.DistributedDataParallel, process_group=group, **case.arguments)
     # Both before any rank trains: checkpoints set the generator that modules are built with.
@@ -385,8 +384,8 @@ def test_uneven_inputs_with_unused_layers(group: Any) -> None:
     """A rank that has run out uses nothing, whatever its last batch used."""
     model = Model(HEADS, modules.sometimes)
     steps = [
-        [model.batch(r, step) for r in range(2) if r == 0 or step < STEPS - FEWER]
-        for step in range(STEPS)
+        [model.batch(r, step) for r in range(2) if r == 0 or step < STEPS]
+        for step in range(STEPS + MORE)
     ]
     own = [[batches[group.rank]] for batches in steps if group.rank < len(batches)]
 
