@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 TRANSPORTS = ("c10d", "shm", "loopback")
 _FAILURE_GRACE_S = 10.0  # what the others get to end once a rank has failed
 _END_S = 5.0  # what idle processes get to end in order
-# Importing torch is most of what starting a process takes, so one process does it for all.
+# Imports are most of what starting a process takes, so one process does them for all: what test
+# modules import, and Dynamo, which the first step of an optimizer does.
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torch", "torch.distributed", "fddp"])
+_FORKED.set_forkserver_preload(["fddp", "hypothesis", "pytest", "torch._dynamo"])
 
 
 class RanksFailedError(AssertionError):
