@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
-from tests.support.beside_stock import assert_same_as_stock
+from tests.support.beside_stock import beside_stock
 from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.parity_models import UndefinedGradients
@@ -168,8 +168,9 @@ class FactorLayer(nn.Module):
         return Factor.apply(x, self.factor)
 
 
-def layer_replaced(ddp: Any, rank: int) -> Iterator[Any]:
-    """Gradients after a layer was replaced by one with the same parameter."""
+@beside_stock()
+def test_other_modules_with_the_same_parameters_are_no_change(ddp: Any, rank: int) -> Iterator[Any]:
+    """A layer is replaced by one with the same parameter."""
     model = ddp(nn.Sequential(FactorLayer(nn.Parameter(torch.ones(2)))))
     engine = model.steps.engine if ddp is DDP else None
     model.module[0] = FactorLayer(model.module[0].factor)
@@ -178,10 +179,6 @@ def layer_replaced(ddp: Any, rank: int) -> Iterator[Any]:
         model(torch.ones(3 * rank, 2)).sum().backward()
         yield model.module[0].factor.grad.tolist()
     assert ddp is not DDP or model.steps.engine is engine
-
-
-def test_other_modules_with_the_same_parameters_are_no_change(ranks: RankPool) -> None:
-    assert_same_as_stock(ranks, layer_replaced)
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")

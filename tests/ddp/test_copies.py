@@ -9,7 +9,6 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +23,38 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
 import tests.support.parity_runs as runs
-from tests.support.beside_stock import (
-    DDP,
-    MLP,
-    assert_same_as_stock,
-    batches_of,
-    training,
-)
+from tests.support.beside_stock import DDP, MLP, batches_of, beside_stock, training
 from tests.support.groups import rank_of
+from tests.support.on_ranks import on_processes
 from tests.support.parity_models import MODELS, loss_of
-from tests.support.ranks import RankPool
 
 # Saving and copying
 
 
-def start(ddp: DDP, seed: int) -> tuple[nn.Module, Any, Any]:
-    module = runs.built(MLP, seed)
-    model = ddp(module)
-    return module, model, torch.optim.Adam(model.parameters(), lr=0.01)
+@beside_stock()
+def test_distributed_checkpoint(ddp: DDP, rank: int, tmp_path: Path) -> Iterator[runs.Shot]:
+    """Half a run with fddp's class, saved, and the rest of it with either class."""
 
+    def start(ddp: DDP, seed: int) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
+        module = runs.built(MLP, seed)
+        model = ddp(module)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        states = zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+        return module, model, optimizer, dict(states)
 
-def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def save(rank: int, world_size: int, directory: str) -> None:
-    """Half a run."""
-    module, model, optimizer = start(fddp.DistributedDataParallel, rank)
+    module, model, optimizer, _ = start(fddp.DistributedDataParallel, rank)
     list(training(model, optimizer, batches_of(rank)[:3], module))
-    state = state_of(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     assert all(not path.startswith("module.") for path in state["model"])
-    dcp.save(state, checkpoint_id=directory)
+    folder = str(tmp_path / ddp.__module__)  # type: ignore[attr-defined]
+    dcp.save(state, checkpoint_id=folder)
 
-
-def resumed(ddp: DDP, rank: int, directory: str) -> Iterator[runs.Shot]:
-    """The rest of a run, from the files of `save`."""
-    module, model, optimizer = start(ddp, rank + 7)
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=directory)
+    module, model, optimizer, state = start(ddp, rank + 7)
+    dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return training(model, optimizer, batches_of(rank)[3:], module)
-
-
-def test_distributed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save, str(tmp_path))
-    assert_same_as_stock(ranks, partial(resumed, directory=str(tmp_path)))
+    yield from training(model, optimizer, batches_of(rank)[3:], module)
 
 
 COPIES = {
@@ -98,7 +82,9 @@ def _of_older_state(model: nn.Module) -> nn.Module:
     return again
 
 
-def copied(ddp: DDP, rank: int, name: str) -> Iterator[runs.Shot]:
+@pytest.mark.parametrize("name", COPIES)
+@beside_stock()
+def test_copies_train_on(ddp: DDP, rank: int, name: str) -> Iterator[runs.Shot]:
     first = ddp(runs.built(MLP, rank), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.02)
     list(training(first, optimizer, batches_of(rank, 3), first.module))
@@ -113,12 +99,8 @@ def copied(ddp: DDP, rank: int, name: str) -> Iterator[runs.Shot]:
     yield runs.shot(first.module)
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_copies_train_on(ranks: RankPool, name: str) -> None:
-    assert_same_as_stock(ranks, partial(copied, name=name))
-
-
-def exchanged(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_state_dict(rank: int, world_size: int) -> None:
     """State goes from fddp's class to a plain module and to stock DDP, and back."""
     conv = MODELS["conv with batch norm"]
     module, other, third = (runs.built(conv, seed) for seed in (rank, 9, 11))
@@ -135,10 +117,6 @@ def exchanged(rank: int, world_size: int) -> None:
     model.load_state_dict(back.state_dict())
     for copied in (other, third):
         assert not runs.first_difference([runs.shot(module)], [runs.shot(copied)])
-
-
-def test_state_dict(ranks: RankPool) -> None:
-    ranks.run(2, exchanged)
 
 
 # Letting go
@@ -169,7 +147,8 @@ def alive_after(group: Any, views: bool, finished: bool) -> list[str]:
     return [name for name, ref in refs.items() if ref() is not None]
 
 
-def alive(rank: int, world_size: int) -> list[str]:
+@on_processes(2)
+def test_wrappers_are_freed_without_the_garbage_collector(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     # The first step of a process imports much, in frames that refer to what it was given.
     alive_after(group, False, True)
@@ -177,17 +156,14 @@ def alive(rank: int, world_size: int) -> list[str]:
     gc.disable()
     try:
         ways = itertools.product((False, True), repeat=2)
-        return [name for way in ways for name in alive_after(group, *way)]
+        assert not [name for way in ways for name in alive_after(group, *way)]
     finally:
         gc.enable()
 
 
-def test_wrappers_are_freed_without_the_garbage_collector(ranks: RankPool) -> None:
-    assert ranks.run(2, alive) == [[], []]
-
-
-def outlived(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
-    """Without its wrapper a module has local gradients, and can be wrapped again."""
+@beside_stock()
+def test_module_without_its_wrapper(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    """It has local gradients, and can be wrapped again."""
     module = runs.built(MLP, rank)
     model = ddp(module)
     loss_of(model(MLP.batch(rank, 0))).backward()
@@ -200,7 +176,3 @@ def outlived(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
     again = ddp(module, bucket_cap_mb=1e-4)
     loss_of(again(MLP.batch(rank, 2))).backward()
     yield runs.shot(module)
-
-
-def test_module_without_its_wrapper(ranks: RankPool) -> None:
-    assert_same_as_stock(ranks, outlived)

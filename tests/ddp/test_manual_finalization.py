@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 import fddp
 from fddp.native.buffer_pool import BufferPool
 from tests.support.backward_calls import call_in_backward
-from tests.support.beside_stock import assert_same_as_stock
+from tests.support.beside_stock import beside_stock
 from tests.support.models import same_bits
 from tests.support.ranks import RankPool
 from tests.support.wrapped_net import DDP, TINY_CAP_MB, batch, grads, net, run_backward
@@ -374,8 +374,10 @@ def test_lazy_buckets_are_allocated_late_and_released(monkeypatch: pytest.Monkey
 # Beside stock DDP
 
 
-def trace(wrapped: Any, rank: int) -> Iterator[Any]:
-    """Results of calls in and out of turn: values, or types of errors."""
+@pytest.mark.skipif(not hasattr(StockDDP, "finalize_backward"), reason="new in torch 2.15")
+@beside_stock()
+def test_calls_in_and_out_of_turn_as_with_stock(wrapped: Any, rank: int) -> Iterator[Any]:
+    """Values, or types of errors."""
     found: list[Any] = []
 
     def note(call: Callable[[], Any]) -> None:
@@ -425,8 +427,3 @@ def trace(wrapped: Any, rank: int) -> Iterator[Any]:
     put(True)
     note(lambda: copy.deepcopy(ddp).require_manual_backward_finalization)
     yield from found
-
-
-@pytest.mark.skipif(not hasattr(StockDDP, "finalize_backward"), reason="new in torch 2.15")
-def test_calls_in_and_out_of_turn_as_with_stock(ranks: RankPool) -> None:
-    assert_same_as_stock(ranks, trace)

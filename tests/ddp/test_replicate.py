@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import tests.support.parity_runs as runs
-from tests.support.beside_stock import DDP, assert_same_as_stock
+from tests.support.beside_stock import DDP, beside_stock
 from tests.support.models import rand
-from tests.support.ranks import RankPool
 
 STEPS = 4
 
@@ -71,7 +69,9 @@ WAYS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-def replicated(ddp: DDP, rank: int, way: str) -> Iterator[runs.Shot]:
+@pytest.mark.parametrize("way", WAYS)
+@beside_stock()
+def test_replicate(ddp: DDP, rank: int, way: str) -> Iterator[runs.Shot]:
     composable = importlib.import_module("torch.distributed._composable.replicate")
     with mock.patch.object(composable, "DistributedDataParallel", ddp):
         model: Any = Scaled()
@@ -88,13 +88,9 @@ def replicated(ddp: DDP, rank: int, way: str) -> Iterator[runs.Shot]:
         yield runs.shot(model)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_replicate(ranks: RankPool, way: str) -> None:
-    assert_same_as_stock(ranks, partial(replicated, way=way))
-
-
-def around_forward(ddp: DDP, rank: int) -> Iterator[str]:
-    """The parts of forward, called on their own, as `replicate` calls them."""
+@beside_stock()
+def test_parts_of_forward_return_what_torchs_return(ddp: DDP, rank: int) -> Iterator[str]:
+    """Called on their own, as `replicate` calls them."""
     model = ddp(nn.Linear(2, 1))
     inputs = model._pre_forward(torch.ones(1, 2) * rank, scale=2)
     output = model._post_forward(model.module(*inputs[0]))
@@ -102,7 +98,3 @@ def around_forward(ddp: DDP, rank: int) -> Iterator[str]:
     grad = model.module.weight.grad.tolist()
     assert grad == [[0.5, 0.5]]
     yield str((inputs, output.requires_grad, grad))
-
-
-def test_parts_of_forward_return_what_torchs_return(ranks: RankPool) -> None:
-    assert_same_as_stock(ranks, around_forward)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fddp
 from tests.support.groups import shorten
 from tests.support.models import same_bits
-from tests.support.ranks import RankPool
+from tests.support.on_ranks import on_processes
 
 WIDTH = 3
 
@@ -47,19 +48,9 @@ def synced(loss_fn: Callable[..., Tensor], params: dict[str, Tensor], *args: Any
         return sync.value_and_grad(loss_fn)(params, *args)[1]
 
 
-def message(call: Callable[[], object]) -> str:
-    """The text of the error that a call ends with; empty if there is none."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-# Functions of `rank` and `world_size` run on two ranks.
-
-
-def functional(rank: int, world_size: int) -> tuple[float, float, float]:
+@on_processes(2)
+def test_functional_gradients(rank: int, world_size: int) -> None:
+    """On a wrapped model each rank keeps its own gradient, without an error."""
     model = DistributedDataParallel(linear())
     autograd = torch.autograd.grad(model(rows(rank)).mean(), list(model.parameters()))[0]
 
@@ -68,12 +59,8 @@ def functional(rank: int, world_size: int) -> tuple[float, float, float]:
 
     func = torch.func.grad(wrapped_loss)(params_of(model.module))["weight"]
     ours = synced(linear_loss, params_of(linear()), rows(rank))["weight"]
-    return float(autograd[0, 0]), float(func[0, 0]), float(ours[0, 0])
-
-
-def test_functional_gradients(ranks: RankPool) -> None:
-    # On a wrapped model each rank keeps its own gradient, without an error.
-    assert ranks.run(2, functional) == [(1.0, 1.0, 1.5), (2.0, 2.0, 1.5)]
+    assert autograd[0, 0] == func[0, 0] == rank + 1.0
+    assert ours[0, 0] == 1.5
 
 
 class Scaled(nn.Module):
@@ -88,10 +75,12 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def transforms(rank: int, world_size: int) -> tuple[str, float]:
+@on_processes(2)
+def test_jvp_through_a_model_with_buffers(rank: int, world_size: int) -> None:
     module, x = Scaled(), rows(rank)
     model = DistributedDataParallel(module)
-    problem = message(lambda: torch.func.jvp(model, (x,), (x,)))
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        torch.func.jvp(model, (x,), (x,))
 
     def slope(p: dict[str, Tensor], x: Tensor) -> Tensor:
         def call(x: Tensor) -> Tensor:
@@ -99,13 +88,7 @@ def transforms(rank: int, world_size: int) -> tuple[str, float]:
 
         return torch.func.jvp(call, (x,), (x,))[1]
 
-    return problem, synced(slope, params_of(module), x)["layer.weight"][0, 0].item()
-
-
-def test_jvp_through_a_model_with_buffers(ranks: RankPool) -> None:
-    for problem, mean in ranks.run(2, transforms):
-        assert "mutate a captured Tensor" in problem
-        assert mean == 3.0
+    assert synced(slope, params_of(module), x)["layer.weight"][0, 0] == 3.0
 
 
 class Heads(nn.Module):
@@ -119,11 +102,13 @@ class Heads(nn.Module):
         return self.heads[head](x).mean()
 
 
-def unused(rank: int, world_size: int) -> tuple[bool, str, list[float | None]]:
+@on_processes(2)
+def test_parameters_unused_on_a_rank(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Heads())
     model(rows(rank), rank).backward()
-    left_local = model.module.heads[rank].weight.grad[0, 0].item() == rank + 1.0
-    problem = message(lambda: model(rows(rank), rank))
+    assert model.module.heads[rank].weight.grad[0, 0] == rank + 1.0, "left local"
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior"):
+        model(rows(rank), rank)
 
     module = Heads()
     params = params_of(module)
@@ -132,14 +117,7 @@ def unused(rank: int, world_size: int) -> tuple[bool, str, list[float | None]]:
         return torch.func.functional_call(module, p, (x, rank))
 
     grads = synced(loss_fn, params, rows(rank))
-    return left_local, problem, [grads[f"heads.{head}.weight"][0, 0].item() for head in (0, 1)]
-
-
-def test_parameters_unused_on_a_rank(ranks: RankPool) -> None:
-    for left_local, problem, means in ranks.run(2, unused):
-        assert left_local
-        assert "Expected to have finished reduction in the prior iteration" in problem
-        assert means == [0.5, 1.0]
+    assert [grads[f"heads.{head}.weight"][0, 0] for head in (0, 1)] == [0.5, 1.0]
 
 
 def reentrant_twice(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
@@ -161,7 +139,10 @@ class Reentrant(nn.Module):
         return reentrant_twice(self.layer.weight, self.layer.bias, x)
 
 
-def repeated(rank: int, world_size: int) -> tuple[float, float]:
+@on_processes(2)
+def test_parameter_in_two_reentrant_checkpoints(rank: int, world_size: int) -> None:
+    """The gradients are 2 and 4. DDP averages the first checkpoint's and leaves the second's
+    local."""
     model = DistributedDataParallel(Reentrant())
     model(rows(rank)).backward()
 
@@ -169,15 +150,13 @@ def repeated(rank: int, world_size: int) -> tuple[float, float]:
         return reentrant_twice(p["weight"], p["bias"], x)
 
     ours = synced(loss_fn, params_of(linear()), rows(rank))["weight"]
-    return model.module.layer.weight.grad[0, 0].item(), ours[0, 0].item()
+    assert model.module.layer.weight.grad[0, 0] == 2.5 + rank
+    assert ours[0, 0] == 3.0
 
 
-def test_parameter_in_two_reentrant_checkpoints(ranks: RankPool) -> None:
-    # The gradients are 2 and 4. DDP averages the first checkpoint's and leaves the second's local.
-    assert ranks.run(2, repeated) == [(2.5, 3.0), (3.5, 3.0)]
-
-
-def weighted(rank: int, world_size: int) -> tuple[float, float]:
+@on_processes(2)
+def test_batches_of_unequal_size(rank: int, world_size: int) -> None:
+    """One row of 1 and three of 2: the mean over rows is 1.75, the mean of means 1.5."""
     x = rows(rank, count=(1, 3)[rank])
     model = DistributedDataParallel(linear())
     model(x).mean().backward()
@@ -185,27 +164,21 @@ def weighted(rank: int, world_size: int) -> tuple[float, float]:
     with fddp.GradSync(params) as sync:
         step = sync.value_and_grad(linear_loss, weight_fn=lambda p, x: len(x))
         grads = step(params, x)[1]
-    return model.module.weight.grad[0, 0].item(), grads["weight"][0, 0].item()
+    assert model.module.weight.grad[0, 0] == 1.5
+    assert grads["weight"][0, 0] == 1.75
 
 
-def test_batches_of_unequal_size(ranks: RankPool) -> None:
-    # One row of 1 and three of 2: the mean over rows is 1.75, the mean of means 1.5.
-    assert ranks.run(2, weighted) == [(1.5, 1.75)] * 2
-
-
-def not_finite(rank: int, world_size: int) -> tuple[bool, bool]:
+@on_processes(2)
+def test_nan_on_one_rank(rank: int, world_size: int) -> None:
+    """DDP passes NaN to every rank without an error."""
     x = rows(rank) * (math.nan if rank == 1 else 1.0)
     model = DistributedDataParallel(linear())
     model(x).mean().backward()
     params = params_of(linear())
     with fddp.GradSync(params) as sync:
         info = sync.value_and_grad(linear_loss, with_info=True)(params, x)[2]
-    return bool(model.module.weight.grad.isnan().all()), info.all_finite
-
-
-def test_nan_on_one_rank(ranks: RankPool) -> None:
-    # DDP passes NaN to every rank without an error.
-    assert ranks.run(2, not_finite) == [(True, False)] * 2
+    assert model.module.weight.grad.isnan().all()
+    assert not info.all_finite
 
 
 def broken_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -214,34 +187,26 @@ def broken_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return linear_loss(params, x)
 
 
-def failing(rank: int, world_size: int) -> tuple[str, str, float]:
+@on_processes(2)
+def test_exception_on_one_rank(rank: int, world_size: int) -> None:
     params = params_of(linear())
     with fddp.GradSync(params) as sync:
         step = sync.value_and_grad(broken_loss)
-        try:
+        with pytest.raises(ValueError if rank == 1 else fddp.PeerError, match="no labels"):
             step(params, rows(rank))
-        except (fddp.PeerError, ValueError) as error:
-            ours = type(error).__name__
-        recovered = step(params, rows(0))[1]["weight"][0, 0].item()
+        assert step(params, rows(0))[1]["weight"][0, 0] == 1.0
 
     group = dist.new_group()
     model = DistributedDataParallel(linear(), process_group=group)
     shorten(group)
-    theirs = ""
     if rank == 0:  # rank 1 has raised before its backward
-        theirs = message(lambda: model(rows(rank)).mean().backward())
+        with pytest.raises(RuntimeError, match="Timed out"):
+            model(rows(rank)).mean().backward()
     dist.barrier()
-    return ours, theirs, recovered
 
 
-def test_exception_on_one_rank(ranks: RankPool) -> None:
-    (ours_0, theirs, mean_0), (ours_1, _, mean_1) = ranks.run(2, failing)
-    assert (ours_0, ours_1) == ("PeerError", "ValueError")
-    assert mean_0 == mean_1 == 1.0
-    assert "Timed out" in theirs
-
-
-def fewer_batches(rank: int, world_size: int) -> tuple[int, float, str]:
+@on_processes(2)
+def test_fewer_batches_on_a_rank(rank: int, world_size: int) -> None:
     params = params_of(linear())
     rounds = 0
     with fddp.GradSync(params) as sync:
@@ -249,25 +214,22 @@ def fewer_batches(rank: int, world_size: int) -> tuple[int, float, str]:
         for batch in fddp.uneven([rows(rank)] * (1 + rank), sync):
             grads = step(params, batch)[1]
             rounds += 1
+    # In the second round rank 1 is alone: its gradient is the mean.
+    assert (rounds, grads["weight"][0, 0]) == (2, 2.0)
 
     group = dist.new_group()
     model = DistributedDataParallel(linear(), process_group=group)
     model(rows(rank)).mean().backward()
     shorten(group)
-    theirs = message(lambda: model(rows(rank)).mean().backward()) if rank == 1 else ""
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            model(rows(rank)).mean().backward()
     dist.barrier()  # rank 0 stays; if it left, rank 1 would get an error
-    return rounds, grads["weight"][0, 0].item(), theirs
 
 
-def test_fewer_batches_on_a_rank(ranks: RankPool) -> None:
-    results = ranks.run(2, fewer_batches)
-    # In the second round rank 1 is alone: its gradient is the mean.
-    assert [(rounds, mean) for rounds, mean, _ in results] == [(2, 2.0)] * 2
-    assert "Timed out" in results[1][2]
-
-
-def caps(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Return whether gradients under two bucket caps have the same bits: torch's, and ours."""
+@on_processes(3)
+def test_another_bucket_cap(rank: int, world_size: int) -> None:
+    """Gradients have other bits with DDP, and the same with ours."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -290,8 +252,5 @@ def caps(rank: int, world_size: int) -> tuple[bool, bool]:
             step = sync.value_and_grad(lambda p: apply(p, buffers, x)[0].square().mean())
             return [*[step(params) for _ in range(2)][-1][1].values()]
 
-    return same_bits([stock(0.005), stock(1.0)]), same_bits([ours(0.005), ours(1.0)])
-
-
-def test_another_bucket_cap(ranks: RankPool) -> None:
-    assert ranks.run(3, caps) == [(False, True)] * 3
+    assert not same_bits([stock(0.005), stock(1.0)])
+    assert same_bits([ours(0.005), ours(1.0)])

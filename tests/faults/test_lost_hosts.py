@@ -22,12 +22,12 @@ import fddp
 from fddp.transport.c10d import gloo, peer_monitor, shared_memory
 from fddp.transport.liveness import failure_detector
 from fddp.transport.liveness.membership import Membership
+from tests.support.polling import PROMPT_S
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool, run_fresh
 
 TIMEOUT_S = 2.0
-PROMISED_S = TIMEOUT_S + 5.0
-STOPPED_S = PROMISED_S + 3.0
+STOPPED_S = 10.0  # long after the time of the others is over
 PATIENCE_S = 3.0  # for an answer, where other processes load the host
 TREE = {"w": torch.ones(4)}
 
@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_while_the_others_connect() -> None:
             answer, error, exitcode = outcomes[rank]
             assert (error, exitcode) == (None, 0)
             assert (answer.kind, answer.ranks) == ("RankLostError", (lost,)), answer
-            assert answer.took_s < PROMISED_S
+            assert answer.took_s < PROMPT_S
 
 
 # A killed rank that only a connection reveals
@@ -157,7 +157,7 @@ def test_the_store_of_a_rank_that_is_stopped() -> None:
         for answer in outcomes[rank].result:
             assert (answer.kind, answer.ranks) == ("SyncTimeoutError", (0,)), answer
             assert f"on rank {rank} of 3" in answer.text
-            assert answer.took_s < PROMISED_S, answer
+            assert answer.took_s < PROMPT_S, answer
         for answer in outcomes[rank].result[1:]:
             assert "rank 0: stopped, or ended; the group's store does not answer" in answer.text
 
@@ -185,7 +185,7 @@ def test_the_store_of_a_rank_that_is_killed(transport: str) -> None:
     assert answer[0].ranks == (0,)
     for each in answer[1:]:
         assert "the rank or agent that hosts it is gone: start the job again" in each.text
-        assert each.took_s < PROMISED_S
+        assert each.took_s < PROMPT_S
 
 
 # An error that is none of the transport's

@@ -19,10 +19,11 @@ from tests.support.backward_calls import call_in_backward
 from tests.support.endings import Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.on_ranks import on_processes
+from tests.support.polling import LONG_S, PROMPT_S
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, run_fresh
 
-TIMEOUT_S = 6.0
+STALL_S = 3.0
 LOST = 1
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
 
@@ -33,7 +34,7 @@ def stop(how: str) -> None:
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
-        time.sleep(TIMEOUT_S / 2)
+        time.sleep(STALL_S)
 
 
 def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
@@ -75,7 +76,7 @@ def placed(call: Callable[[], Any], sync: fddp.GradSync) -> tuple[Ending, Place 
 
 
 def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str) -> Any:
-    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=TIMEOUT_S)
+    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=LONG_S)
     assert sync.transport == transport
     step = sync.value_and_grad(mlp_loss)
     for number in range(2):
@@ -92,7 +93,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
     # The surviving ranks continue in a group of their own.
     left = [r for r in range(world_size) if r != LOST]
     group = dist.new_group(left, use_local_synchronization=True)
-    with fddp.GradSync(params, group=group, timeout_s=TIMEOUT_S) as sync:
+    with fddp.GradSync(params, group=group, timeout_s=LONG_S) as sync:
         after = sync({**fddp.tree_map(lambda p: torch.full_like(p, float(rank)), params)})
     return seen, place, closed, took_s, unchanged, after["layer0"]["bias"][0].item()
 
@@ -101,7 +102,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
 @pytest.mark.parametrize("how", ["exit", "kill"])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_dies_mid_step(transport: str, where: str, how: str) -> None:
-    outcomes = run_fresh(3, lose_a_rank, transport, where, how, timeout_s=60.0)
+    outcomes = run_fresh(3, lose_a_rank, transport, where, how)
     assert outcomes[LOST].exitcode == (3 if how == "exit" else -signal.SIGKILL)
     for rank in (0, 2):
         result, error, _ = outcomes[rank]
@@ -116,7 +117,7 @@ def test_a_rank_that_dies_mid_step(transport: str, where: str, how: str) -> None
         assert "rank 1" in seen.text, "the one that is lost"
         assert f"on rank {rank} of 3" in seen.text
         assert "checkpoint" in seen.text, "the way out"
-        assert took_s < TIMEOUT_S + 2.0
+        assert took_s < PROMPT_S
         assert closed.kinds[0] == "ClosedError"
         assert "build a new one" in closed.text
         assert all(layer["weight"] and layer["bias"] for layer in unchanged.values())
@@ -151,7 +152,8 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
         if rank == LOST:
             assert seen.kinds[0] == "SyncTimeoutError", seen
             assert re.search(
-                r"after \d\.\d s of timeout_s=1\.0, because the time limit of .+ expired", seen.text
+                r"after \d+\.\d s of timeout_s=1\.0, because the time limit of .+ expired",
+                seen.text,
             )
             assert "every rank is alive" in seen.text
         else:
@@ -159,7 +161,7 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
             assert "step 1" in seen.text
             assert "bucket" in seen.text or "control word" in seen.text
             assert "timeout_s=1.0" in seen.text
-            assert took_s < 1.0 + 2.5
+            assert took_s < PROMPT_S
             assert (place.ranks, place.step) == ((LOST,), 1)
             assert place.paths == place.planned
         assert torch.allclose(after["layer0"]["weight"], expected["layer0"]["weight"], rtol=1e-12)
@@ -175,7 +177,7 @@ def test_a_rank_that_does_not_build_its_sync(rank: int, world_size: int) -> None
         assert found.kinds[0] == "SyncTimeoutError"
         assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in found.text
         assert "timeout_s=0.5" in found.text
-        assert took_s < 2.4
+        assert took_s < PROMPT_S
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])

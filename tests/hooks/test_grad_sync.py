@@ -52,6 +52,7 @@ from tests.support.models import (
     same_bits,
 )
 from tests.support.on_ranks import on_threads
+from tests.support.polling import LONG_S, PROMPT_S
 from tests.support.ranks import TRANSPORTS, Launch
 
 EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
@@ -414,7 +415,7 @@ def test_a_hook_that_raises_on_one_rank_does_not_leave_the_others_waiting(launch
         assert own[:2] == ("ArithmeticError", None)
         assert [kind for kind, *_ in others] == ["RankLostError"] * 2
         assert [ranks for _, ranks, _ in others] == [(0,)] * 2
-        assert all(took_s < 15.0 for *_, took_s in others), "half of the timeout"
+        assert all(took_s < PROMPT_S for *_, took_s in others)
 
 
 def raise_on_one(group: Any, index: int) -> Any:
@@ -424,7 +425,7 @@ def raise_on_one(group: Any, index: int) -> Any:
                 raise ArithmeticError("no root")
             return super().apply(state, bucket, all_reduce)
 
-    options: Any = {"group": group, "timeout_s": 30.0, **SMALL}
+    options: Any = {"group": group, "timeout_s": LONG_S, **SMALL}
     sync = fddp.GradSync(mlp(), hook=OnRank(), **options)
     begin_s = time.perf_counter()
     with pytest.raises((ArithmeticError, fddp.FddpError)) as caught:

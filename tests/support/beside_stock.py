@@ -1,10 +1,12 @@
-"""Programs of two ranks, run with stock DDP and with fddp's: the same values after every step."""
+"""Programs of ranks that run with stock DDP and with fddp's."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
 import tests.support.parity_runs as runs
+from tests.support.on_ranks import on_processes
 from tests.support.parity_models import MODELS, loss_of
-from tests.support.polling import HANG_S
-
-if TYPE_CHECKING:
-    from tests.support.ranks import RankPool
 
 CLASSES = (StockDDP, fddp.DistributedDataParallel)
 MLP = MODELS["mlp"]
 STEPS = 6
 DDP = Callable[..., Any]
-# Yields shots, or values that are compared by `==`. To be found by its name in a module.
-Program = Callable[[DDP, int], Iterator[Any]]
 
 
 def batches_of(rank: int, steps: int = STEPS) -> list[Tensor]:
@@ -42,32 +39,30 @@ def training(
     yield runs.shot(module)
 
 
-def renamed(module: nn.Module) -> runs.Shot:
-    return {f"second {path}": tensor for path, tensor in runs.shot(module).items()}
+def beside_stock(world_size: int = 2) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of `fn(ddp, rank, **fixtures)`, which runs on processes with either class.
 
+    What `fn` yields must be the same: shots to the bit, other values by `==`. What differs, it
+    asserts.
+    """
 
-def compare(rank: int, world_size: int, program: Program) -> list[str]:
-    """Differences between the two classes."""
-    found = []
-    for ddp in CLASSES:
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            found.append(list(program(ddp, rank)))
-    assert len(found[0]) == len(found[1]) > 0
-    return [_difference(a, b) for a, b in zip(*found, strict=True)]
+    def decorate(fn: Callable[..., Any]) -> Any:
+        @functools.wraps(fn)
+        def compare(rank: int, world_size: int, **fixtures: Any) -> None:
+            found = []
+            for ddp in CLASSES:
+                torch.manual_seed(0)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    found.append(list(fn(ddp, rank, **fixtures) or ()))
+            assert all(found) or not inspect.isgeneratorfunction(fn)
+            for number, (theirs, ours) in enumerate(zip(*found, strict=True)):
+                if isinstance(theirs, dict):
+                    difference = runs.first_difference([theirs], [ours])
+                else:
+                    difference = "" if theirs == ours else f"{theirs} against {ours}"
+                assert not difference, f"value {number}: {difference}"
 
+        return on_processes(world_size)(compare)
 
-def _difference(theirs: Any, ours: Any) -> str:
-    if isinstance(theirs, dict):
-        return runs.first_difference([theirs], [ours])
-    return "" if theirs == ours else f"{theirs} against {ours}"
-
-
-def assert_same_as_stock(
-    ranks: RankPool, program: Program, world_size: int = 2, timeout_s: float = HANG_S
-) -> None:
-    found = ranks.run(world_size, compare, program, timeout_s=timeout_s)
-    for rank, differences in enumerate(found):
-        for step, text in enumerate(differences):
-            assert not text, f"rank {rank}, value {step}: {text}"
+    return decorate

@@ -1,7 +1,8 @@
-"""Outcomes of calls: the error's types and text, as values that ranks can return."""
+"""Outcomes of calls, as values that ranks can return: types and text of errors, warnings."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ def ending(call: Callable[[], Any]) -> Ending:
             text = "(no text)"
         return Ending(kinds, text, getattr(error, "failures", {}))
     return Ending(("no error",), "", {})
+
+
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """Return the texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
 
 
 class BoomError(Exception):

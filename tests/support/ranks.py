@@ -10,6 +10,7 @@ The functions that run on ranks must be importable: defined at the top of a test
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 TRANSPORTS = ("c10d", "shm", "loopback")
 _FAILURE_GRACE_S = 10.0  # what the others get to end once a rank has failed
 _END_S = 5.0  # what idle processes get to end in order
-# Importing torch is most of what starting a process takes, so one process does it for all.
+# Imports are most of what starting a process takes, so one process does them for all: what test
+# modules import, and Dynamo, which the first step of an optimizer does.
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torch", "torch.distributed", "fddp"])
+_FORKED.set_forkserver_preload(["fddp", "hypothesis", "pytest", "torch._dynamo"])
 
 
 class RanksFailedError(AssertionError):
@@ -314,6 +316,7 @@ def _new_store() -> dist.TCPStore:
 def _serve(connection: Connection, store_port: int) -> None:
     """A rank's process: run the calls that arrive until the pipe closes."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork: many objects, which no test makes garbage
     # A rank whose function needs no other could close a group before the others have connected.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)

@@ -26,6 +26,7 @@ from tests.support.models import (
     rand,
     same_bits,
 )
+from tests.support.polling import LONG_S, PROMPT_S
 from tests.support.ranks import Launch
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
@@ -235,7 +236,7 @@ def wrong_body(group: Any, culprits: tuple[int, ...], turn: int, times: int) -> 
     """A body that synchronises `times` times in round `turn`, on some ranks."""
     seen = Ending((), "", {})
     begin_s = time.perf_counter()
-    with fddp.GradSync(mlp(), group=group, timeout_s=5.0) as sync:
+    with fddp.GradSync(mlp(), group=group, timeout_s=LONG_S) as sync:
         step = sync.value_and_grad(mlp_loss)
 
         def loop() -> None:
@@ -271,7 +272,7 @@ def test_a_round_synchronises_exactly_once(
             assert "UnevenError" in seen.failures[1]
         else:
             assert seen.kinds[0] == "no error", "the others have ended in order"
-        assert took_s < 4.0, "no rank waited for one that does not come"
+        assert took_s < PROMPT_S, "no rank waited for one that does not come"
         assert after == 2
 
 
@@ -350,7 +351,7 @@ def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
         yield 2.0
 
     params = {"w": torch.ones(())}
-    with fddp.GradSync(params, group=group, timeout_s=30.0) as sync:
+    with fddp.GradSync(params, group=group, timeout_s=LONG_S) as sync:
         step = sync.value_and_grad(lambda p, x: fddp.pmean(p["w"] * x, group))
         begin_s = time.perf_counter()
         seen = ending(lambda: [step(params, x) for x in fddp.uneven(source(), sync)])
@@ -361,7 +362,7 @@ def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
 
 def test_failing_source_reaches_ranks_in_operators(launch: Launch) -> None:
     for rank, (seen, took_s, again) in enumerate(launch(3, failing_source_beside_operators)):
-        assert took_s < 10.0, "not once their time was over"
+        assert took_s < PROMPT_S, "not once their time was over"
         assert again == 3.0
         assert "boom 7 in the source" in seen.text
         assert seen.kinds[0] == ("BoomError" if rank == 1 else "PeerError")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fddp.errors import ClosedError, FddpError, RankLostError
 from fddp.transport import open_transport
 from tests.support.chunks import AXES, SQUARE
+from tests.support.polling import LONG_S, PROMPT_S
 from tests.support.ranks import run_fresh, split_into_hosts
 
 if TYPE_CHECKING:
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
     from fddp.transport import Transport
     from tests.support.ranks import Outcome, RankPool
 
-TIMEOUT_S = 30.0  # of operations that a death must end long before
 # Of a rank whose time was over, or which heard that another one's was.
 OVER = (
     r"not finished within timeout_s=1\.0|"
-    r"after 0\.\d s of timeout_s=1\.0, because the time limit of .*rank"
+    r"after \d+\.\d s of timeout_s=1\.0, because the time limit of .*rank"
 )
-NOTICED_S = 2.5  # a second, and what a busy machine takes
 
 
 class Ended(NamedTuple):
@@ -77,7 +76,7 @@ def die(how: str) -> None:
 
 
 def dying_on_rank(rank: int, world_size: int, dead: int, how: str, numel: int) -> Ended:
-    transport = open_transport(timeout_s=TIMEOUT_S)
+    transport = open_transport(timeout_s=LONG_S)
     assert transport.name == "shm"
     value = torch.ones(numel)
     transport.all_reduce(value).wait("a sum with all")
@@ -109,12 +108,12 @@ def test_a_rank_that_ends_is_named(world_size: int, dead: int, how: str, numel: 
             "the job again from a checkpoint"
         )
         assert (seen.error, seen.ranks) == ("RankLostError", (dead,))
-        assert seen.took_s < 0.3 + NOTICED_S
+        assert seen.took_s < PROMPT_S
 
 
 def killed_at_any_moment_on_rank(rank: int, world_size: int, delay_s: float) -> Ended:
     """Rank 1 is killed while operations of all sizes run one after the other."""
-    transport = open_transport(timeout_s=TIMEOUT_S)
+    transport = open_transport(timeout_s=LONG_S)
     sizes = [3, 10_000, 300_000, 1_500_000]
     shared = [transport.empty(n, torch.float32, torch.device("cpu")) for n in sizes]
     dist.barrier()
@@ -143,7 +142,7 @@ def test_a_rank_may_be_killed_at_any_moment(delay_s: float) -> None:
     assert outcomes[1].exitcode == -signal.SIGKILL
     for _, seen in survivors(outcomes, 1):
         assert seen.ranks == (1,)
-        assert seen.took_s < NOTICED_S
+        assert seen.took_s < PROMPT_S
 
 
 # Groups of some ranks: hosts as they share memory, of which others are reached over gloo.
@@ -157,7 +156,7 @@ def missed_in_a_group_on_rank(
 ) -> Ended | None:
     """One rank is missed; those who don't wait for it wait for another one that does."""
     with split_into_hosts(hosts):
-        transport = open_transport(timeout_s=TIMEOUT_S if how == "kill" else 1.0)
+        transport = open_transport(timeout_s=LONG_S if how == "kill" else 1.0)
         transport.open_subgroups(SQUARE, AXES)
     transport.exchange(b"all are there")
     if rank == missed:
@@ -176,21 +175,15 @@ def missed_in_a_group_on_rank(
     return seen
 
 
-@pytest.mark.parametrize(
-    ("hosts", "dead", "within_s"),
-    # Survivors that gloo connects give each other some time.
-    [(ONE, 3, NOTICED_S), (NONE, 3, 6.0), (TWO, 2, 4.8), (TWO, 3, 4.8)],
-)
-def test_a_rank_killed_in_one_group_is_raised_on_all(
-    hosts: Hosts, dead: int, within_s: float
-) -> None:
+@pytest.mark.parametrize(("hosts", "dead"), [(ONE, 3), (NONE, 3), (TWO, 2), (TWO, 3)])
+def test_a_rank_killed_in_one_group_is_raised_on_all(hosts: Hosts, dead: int) -> None:
     """Of two hosts, rank 3 is missed in shared memory by 2, and rank 2 in gloo by 0 as well."""
     outcomes = run_fresh(4, missed_in_a_group_on_rank, hosts, dead, "kill")
     for rank, seen in survivors(outcomes, dead):
         print(f"rank {rank} noticed the end of {dead} after {seen.took_s - 0.3:.2f} s: {seen.text}")
         assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank {dead} (" in seen.text
         assert (seen.error, seen.ranks) == ("RankLostError", (dead,))
-        assert seen.took_s < within_s
+        assert seen.took_s < PROMPT_S
 
 
 @pytest.mark.parametrize("hosts", [ONE, TWO])
@@ -202,7 +195,7 @@ def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool, hosts: Hosts
             assert re.search(OVER, seen.text)
             if hosts is ONE or rank == 2:
                 assert "no response from rank 3. All" in seen.text
-            assert seen.took_s < 1.0 + NOTICED_S
+            assert seen.took_s < PROMPT_S
 
 
 # Stopped processes
@@ -239,7 +232,7 @@ def test_a_rank_that_is_stopped_for_long_is_late() -> None:
         assert seen.error == "SyncTimeoutError", seen
         if rank != 1:
             assert "within timeout_s=2.0; no response from rank 1. All ranks must" in text
-            assert 1.9 < seen.took_s < 2.0 + NOTICED_S
+            assert 1.9 < seen.took_s < PROMPT_S
 
 
 def test_a_rank_stopped_for_a_moment_continues() -> None:
@@ -253,7 +246,7 @@ def test_a_rank_stopped_for_a_moment_continues() -> None:
 
 def interrupted_on_rank(rank: int, world_size: int) -> float:
     """Ctrl-C ends a wait at once."""
-    transport = open_transport(timeout_s=20)
+    transport = open_transport(timeout_s=LONG_S)
     transport.exchange(b"all are there")
     took_s = 0.0
     if rank == 0:
@@ -270,4 +263,4 @@ def interrupted_on_rank(rank: int, world_size: int) -> float:
 
 
 def test_a_wait_can_be_interrupted(ranks: RankPool) -> None:
-    assert ranks.run(2, interrupted_on_rank)[0] < 0.2 + NOTICED_S
+    assert ranks.run(2, interrupted_on_rank)[0] < PROMPT_S

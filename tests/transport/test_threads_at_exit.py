@@ -28,7 +28,7 @@ from fddp.transport.liveness.status import StatusBoard
 from tests.support import exits
 from tests.support.endings import Ending, ending
 from tests.support.pairwise import pairwise
-from tests.support.polling import HANG_S, soon
+from tests.support.polling import HANG_S, LONG_S, PROMPT_S, soon
 from tests.support.ranks import Launch, launch_fixture, launch_over
 
 W = {"w": torch.ones(3)}
@@ -202,7 +202,7 @@ def interrupt_an_opening(world: Any) -> tuple[Ending, float, list[float]]:
         if rank == 1:
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.6)
-        seen = ending(lambda: fddp.GradSync(W, timeout_s=30.0))
+        seen = ending(lambda: fddp.GradSync(W, timeout_s=LONG_S))
     took_s = time.perf_counter() - begin_s
     dist.barrier()
     with fddp.GradSync(W, group=dist.new_group([0, 1, 2])) as sync:
@@ -214,7 +214,7 @@ def test_an_opening_that_is_interrupted_ends_on_all_ranks(launch: Launch) -> Non
     assert second.kinds[0] == "KeyboardInterrupt"
     assert first.kinds[0] == "PeerError", "rank 1 is not lost"
     assert "rank 1 failed: KeyboardInterrupt" in first.text
-    assert took_s < 10.0
+    assert took_s < PROMPT_S
     assert all(mean == [1.0] * 3 for _, _, mean in outcome)
 
 
