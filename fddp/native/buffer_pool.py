@@ -81,6 +81,8 @@ class BufferPool:
         if buffer.device.type not in _WITHOUT_STREAMS:
             stream = torch.accelerator.current_stream(buffer.device)
             self._streams.setdefault(key, set()).add(stream)
+            # The pool may drop the buffer, or be dropped, while work on this stream is in flight.
+            buffer.record_stream(stream)
 
     def _await_streams(self, key: Hashable, device: torch.device) -> None:
         if key in self._streams:

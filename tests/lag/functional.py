@@ -425,3 +425,53 @@ def averaged_periodically(rank: Rank) -> None:
             params = {"w": params["w"] * 1}
             rank.overwrite_free()
         rank.check(params, {"w": torch.full((300,), expected)})
+
+
+def awaited_on_another_stream(rank: Rank) -> None:
+    """A step that is started on one stream and awaited on another."""
+    params, away = rank.put(mlp()), torch.Stream(rank.device)
+    busy = rank.put(torch.ones(1))
+    for options in ({}, {"deterministic": True}, {"algorithm": "reduce_scatter"}):
+        with fddp.GradSync(params, group=rank.group, **options, **SMALL) as sync:
+            for number in range(3):
+                grads = torch.func.grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
+                if sync.schedule.result == "sharded_mean":
+                    handle, expected = sync.start_all_gather(sync.shard(grads)), None
+                else:
+                    handle, expected = sync.start(grads), means(number)
+                with away:
+                    for _ in range(4):
+                        slow(busy)
+                    results = handle.wait()
+                rank.overwrite_free()
+                with away:
+                    if expected is not None:
+                        rank.check(results, expected)
+                torch.accelerator.current_stream().wait_stream(away)
+
+
+def closed_with_work_in_flight(rank: Rank) -> None:
+    """Buckets of a closed sync, which work on another stream than theirs still writes to."""
+    params, away = rank.put(mlp()), torch.Stream(rank.device)
+    for number in range(3):
+        x = rank.put(batch(rank.number, number))
+        sync = fddp.GradSync(params, group=rank.group, **SMALL)
+        grads = torch.func.grad(mlp_loss)(params, x)
+        sync(grads)
+        away.wait_stream(torch.accelerator.current_stream())
+        with away:
+            late = tree_map(lambda grad: slow(grad.detach()), grads)
+            results = sync(late)
+            results = tree_map(lambda result: result * 1, results)
+        sync.close()
+        del sync
+        shapes = [(8, 8), (8,), (16,), (64,), (72,), (128,)]
+        others = [
+            torch.full(shape, 7.0, device=rank.device, dtype=torch.float64)
+            for shape in shapes
+            for _ in range(4)
+        ]
+        with away:
+            rank.check(results, means(number))
+        torch.accelerator.current_stream().wait_stream(away)
+        rank.check(others, [torch.full(shape, 7.0).double() for shape in shapes for _ in range(4)])

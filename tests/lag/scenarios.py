@@ -38,6 +38,8 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.operators,
         f.closed_in_flight,
         f.closed_with_handles,
+        f.awaited_on_another_stream,
+        f.closed_with_work_in_flight,
         f.held,
         f.micro_batches,
         f.uneven,
