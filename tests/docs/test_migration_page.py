@@ -10,7 +10,7 @@ import pytest
 
 import fddp
 import fddp.jax
-from fddp import hooks
+from fddp import hooks, numerics
 from tests.support.collectives import OPERATORS
 from tests.support.pages import read, run_script
 
@@ -24,9 +24,9 @@ def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
 
 def test_named_objects_exist() -> None:
     named = set(re.findall(r"\bfddp\.([\w.]+)", read(PAGE)))
-    places = {"": fddp, "hooks.": hooks, "jax.": fddp.jax}
+    places = {"jax.": fddp.jax, "hooks.": hooks, "numerics.": numerics, "": fddp}
     for name in named - {"jax"}:
-        prefix = next(p for p in ("jax.", "hooks.", "") if name.startswith(p))
+        prefix = next(p for p in places if name.startswith(p))
         assert hasattr(places[prefix], name.removeprefix(prefix)), name
 
 

@@ -318,4 +318,4 @@ def test_a_malformed_opening_names_its_sender(text: bytes) -> None:
     c10d.exchange.return_value = [b"auto\nGradSync", text]
     with pytest.raises(fddp.DesyncError, match="rank 1 sent a malformed 'opening' message"):
         choose(c10d, "auto", "GradSync")
-    c10d.close.assert_called_once_with()
+    c10d.end_opening.assert_called_once()

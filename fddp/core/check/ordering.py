@@ -39,6 +39,18 @@ class Order:
         return bool(self._before[later] & self._bits[earlier])
 
 
+def check_dependencies(schedule: Schedule) -> None:
+    """Check that operations depend on earlier ones.
+
+    Raises:
+        ScheduleError: one depends on a later one, or on none of the schedule.
+    """
+    for position, op in enumerate(schedule.ops):
+        for dep in op.deps:
+            if not 0 <= dep < position:
+                _fail_dependency(schedule, position, dep)
+
+
 def check_order(schedule: Schedule) -> int:
     """Check dependencies and the control word, and return the position of its reduction.
 
@@ -46,11 +58,8 @@ def check_order(schedule: Schedule) -> int:
         ScheduleError: an operation depends on a later one; the control word is not reduced exactly
             once after all packing; or it is piggybacked on a bucket that can't carry it.
     """
+    check_dependencies(schedule)
     ops = schedule.ops
-    for position, op in enumerate(ops):
-        for dep in op.deps:
-            if not 0 <= dep < position:
-                _fail_dependency(schedule, position, dep)
     controls = [position for position, op in enumerate(ops) if op.kind == "control"]
     if not controls:
         raise ScheduleError(

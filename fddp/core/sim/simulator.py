@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.check import check_schedule
-from fddp.core.check.ordering import check_order
+from fddp.core.check.ordering import check_dependencies
 from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.protocol.launch import may_launch
@@ -143,7 +143,7 @@ def simulate(
     plan, topology = schedule.plan, schedule.topology
     leaves_s = ready_seconds(plan.leaves, plan.reduced, ready_times_s)
     buckets_s = [float(np.max(leaves_s[list(b.leaves)])) for b in plan.buckets]
-    check_order(schedule)
+    check_dependencies(schedule)
     try:
         tasks = _tasks(schedule, cost, late)
     except (LookupError, ValueError):  # perhaps of buckets or axes that are not there
