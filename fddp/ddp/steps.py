@@ -299,7 +299,7 @@ class Steps:
             case "send":
                 self._fail_on_misuse(self.parameters.used_names())
                 send(self._opened)
-                self._arrived = self._opened.contributions.arrived()
+                self._arrived = self._opened.arrived
             case "await report":
                 return self._await_report()
             case "write":
@@ -482,7 +482,7 @@ class Steps:
         with self.lock:
             if self.life.name == "open":
                 check_complete(self._opened, self.parameters)
-            if self._arrived is not None and self._opened.contributions.arrived() > self._arrived:
+            if self._arrived is not None and self._opened.arrived > self._arrived:
                 self.note("left out")
                 raise RuntimeError(LEFT_OUT)
             self._close("finalized")
@@ -627,8 +627,7 @@ class Steps:
         elif action == "open in context":
             self._begin_in_context()
         elif action == "take part":
-            nothing = Contributions()
-            nothing.weight = self._weight
+            nothing = Contributions(weight=self._weight)
             self.step.begin(nothing, self.parameters.leaves, allow_idle_ranks=True)
         return None
 
@@ -655,29 +654,26 @@ class Steps:
             if self.has_changed:
                 raise ParametersChangedError
             assert self.step is not None
+            arguments, virtual = self.options.arguments, self.micro_batches
+            replaces = arguments.gradient_as_bucket_view and virtual is None
             self.step.begin(
-                self._contributions(self.step),
+                BackwardContributions(
+                    weight=1.0,
+                    accumulated=None,
+                    idle=self.step.idle,
+                    aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
+                    packs_early=not arguments.lazy_bucket_allocation,
+                ),
                 self.parameters.leaves,
+                earlier=None
+                if virtual is None
+                else virtual.sums(self.engine, self.step, self.parameters.leaves),
                 allow_idle_ranks=self.usage.joining,
             )
             self.step.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
         except BaseException as error:
             self._error = error
             self._execute_after("failed")
-
-    def _contributions(self, step: Step) -> Contributions:
-        if self.micro_batches is not None:
-            return self.micro_batches.contributions(self.engine, step, self.parameters.leaves)
-        arguments = self.options.arguments
-        replaces = arguments.gradient_as_bucket_view
-        return BackwardContributions(
-            step.program,
-            weight=1.0,
-            accumulated=None,
-            idle=step.idle,
-            aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
-            packs_early=not arguments.lazy_bucket_allocation,
-        )
 
     def _fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared."""
@@ -704,7 +700,7 @@ class Steps:
             self._error = error
         else:
             self.skipped = self._outcome.skipped
-            self.engine.note_arrivals(self.step.contributions.backward)
+            self.engine.note_arrivals(self.step.contributions)
             return "reported repair" if self._outcome.report.late else "reported regular"
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:
