@@ -52,7 +52,7 @@ from fddp.core.protocol.lifecycle import (
 )
 from fddp.ddp.arguments import Options, Settings
 from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
-from fddp.ddp.debug_logs import log_initialised, log_rebuilt
+from fddp.ddp.debug_logs import log_rebuilt
 from fddp.ddp.finalization import (
     LEFT_OUT,
     NOTHING,
@@ -61,7 +61,7 @@ from fddp.ddp.finalization import (
     needs_end_of_backward,
 )
 from fddp.ddp.local_gradients import LocalGradientReports
-from fddp.ddp.logging_data import Recorder
+from fddp.ddp.logging_data import Recorder, backend_name
 from fddp.ddp.micro_batches import IN_CONTEXT, MicroBatches
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
@@ -77,10 +77,8 @@ from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
 from fddp.runtime.step import Outcome, Step
-from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
-from fddp.transport.torch_private import is_foreign
 
 _ABORT_S = 0.05
 _COMPILED = (
@@ -192,7 +190,21 @@ class Steps:
                 )
                 self.__dict__.pop("parameters", None)  # of `watch_unopened`
                 self._hook_parameters()
-                self._start_log()
+                self.recorder.start(
+                    self.options,
+                    self.engine.program.plan,
+                    self.usage.names,
+                    backend_name(self._group),
+                    module_name=self._module_name,
+                    rank=self.engine.transport.rank,
+                    world_size=self.engine.transport.world_size,
+                )
+                # Gradients are reduced in the dtype that mixed precision asks for, if any.
+                mixed = self.options.arguments.mixed_precision
+                wire = None if mixed is None else wire_dtype(mixed)
+                if wire is not None:
+                    self.engine.set_hook(cast_hook(wire))
+                    self.recorder.note(comm_hook=f"{wire} gradients")
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
             self.is_open = True
@@ -740,13 +752,7 @@ class Steps:
         self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
         if step.record_time:
             backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
-            idle = step.idle - set(report.late)
-            self.recorder.record(
-                make_info(outcome, backward_s, begun_s=self.recorder.forward_start_s),
-                program.plan,
-                has_rebuilt=not program.control.with_order,
-                reduced=len(program.plan.buckets) - len(idle),
-            )
+            self.recorder.record_step(outcome, backward_s)
 
     def _release(self) -> None:
         """Drop the state of the step."""
@@ -790,30 +796,6 @@ class Steps:
         )
         rank = self.engine.transport.rank
         self._reports.follow(self.parameters.names, self.parameters.leaves, rank)
-
-    def _start_log(self) -> None:
-        """Log the settings, once the plan is known."""
-        options, engine, group = self.options, self.engine, self._group
-        log_initialised(options.cap_bytes, options.first_cap_bytes)
-        if isinstance(group, LoopbackGroup):
-            backend = "loopback"
-        else:
-            backend = group.name() if is_foreign(group) else dist.get_backend(group)
-        self.recorder.start(
-            options,
-            engine.program.plan,
-            self.usage.names,
-            backend,
-            module_name=self._module_name,
-            rank=engine.transport.rank,
-            world_size=engine.transport.world_size,
-        )
-        # Gradients are reduced in the dtype that mixed precision asks for, if any.
-        mixed = options.arguments.mixed_precision
-        wire = None if mixed is None else wire_dtype(mixed)
-        if wire is not None:
-            engine.set_hook(cast_hook(wire))
-            self.recorder.note(comm_hook=f"{wire} gradients")
 
 
 @cache  # lives are few
