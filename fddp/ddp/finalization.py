@@ -45,11 +45,11 @@ _LATER = "call it when backward has returned; see should_finalize_after_backward
 
 def check_complete(step: Step, parameters: HookedParameters) -> None:
     """Raise a RuntimeError if parameters lack gradients, within backward."""
-    found = step.contributions.backward
-    if found is None:
+    expected = step.contributions.expected
+    if not expected:
         raise RuntimeError(f"{_INCOMPLETE}; {_LATER}")
-    rows = zip(parameters.names, parameters.hooks.counts(), found.expected, strict=True)
-    missing = [name for name, count, expected in rows if count < max(1, expected)]
+    rows = zip(parameters.names, parameters.hooks.counts(), expected, strict=True)
+    missing = [name for name, count, least in rows if count < max(1, least)]
     if missing:
         raise RuntimeError(f"{_INCOMPLETE}: {', '.join(missing)}; {_LATER}")
 

@@ -13,11 +13,18 @@ from math import isnan
 from types import MappingProxyType, SimpleNamespace
 from typing import TypeAlias
 
+import torch.distributed as dist
+
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import StepTimes
 from fddp.ddp.arguments import Options
+from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.reducer_facade import refused
+from fddp.runtime.step import Outcome
+from fddp.runtime.step_info import make_info
 from fddp.telemetry.step_info import SyncInfo
+from fddp.transport import LoopbackGroup
+from fddp.transport.torch_private import is_foreign
 
 SAMPLE_RATE = 100
 """Period of recorded steps after the first ten; torch's default."""
@@ -89,9 +96,10 @@ class Recorder:
             options: settings of the wrapper.
             plan: plan of the first step; its paths are parameter names.
             names: see `renumber`.
-            backend_name: backend of the group: "gloo", "nccl".
+            backend_name: see the function.
             **own: other entries of the module and its group.
         """
+        log_initialised(options.cap_bytes, options.first_cap_bytes)
         leaves = [plan.leaves[leaf] for leaf in plan.order]
         self._samples = 0
         self.renumber(names)
@@ -145,6 +153,17 @@ class Recorder:
         """Return True if a step is measured. Steps count from 0."""
         return self.keeps_all or is_sampled(step, self.sample_rate)
 
+    def record_step(self, outcome: Outcome, backward_s: tuple[float, float]) -> None:
+        """Record a step that was measured, with the times at which its backward began and ended."""
+        step, program = outcome.step, outcome.step.program
+        idle = step.idle - set(outcome.report.late)
+        self.record(
+            make_info(outcome, backward_s, begun_s=self.forward_start_s),
+            program.plan,
+            has_rebuilt=not program.control.with_order,
+            reduced=len(program.plan.buckets) - len(idle),
+        )
+
     def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
         """Record a step that reduced `reduced` buckets of `plan`.
 
@@ -197,6 +216,13 @@ class Recorder:
         texts = {key: value for key, value in self.data.items() if isinstance(value, str)}
         numbers = {key: value for key, value in self.data.items() if isinstance(value, int)}
         return SimpleNamespace(strs_map=texts, ints_map=numbers)
+
+
+def backend_name(group: dist.ProcessGroup | LoopbackGroup) -> str:
+    """Return the backend of a group, as torch logs it: "gloo", "nccl"."""
+    if isinstance(group, LoopbackGroup):
+        return "loopback"
+    return group.name() if is_foreign(group) else dist.get_backend(group)
 
 
 def is_sampled(step: int, sample_rate: int = SAMPLE_RATE) -> bool:

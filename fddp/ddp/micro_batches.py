@@ -18,10 +18,10 @@ from fddp.core.text import counted
 from fddp.errors import InternalError
 from fddp.native.torch_private import queue_callback
 from fddp.native.untraced import untraced
-from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
+from fddp.runtime.contributions import Contributions
 from fddp.runtime.results import Devices
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.sync.engine import Engine
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -42,7 +42,7 @@ IN_CONTEXT = (
 class MicroBatches:
     """Gradients of the virtual ranks that this rank carries, over the passes of one step.
 
-    Errors are noted, and raised by `contributions`, because the step of the other ranks has to end.
+    Errors are noted, and raised by `sums`, because the step of the other ranks has to end.
     """
 
     def __init__(self) -> None:
@@ -76,15 +76,15 @@ class MicroBatches:
             sums = self._sums = self._sums or _new_sums(engine, leaves)
             if not sums.missing:
                 raise RuntimeError(_wrong_number(engine, "more than"))
-            sums.add(TreeContributions(sums.program, [leaf.grad for leaf in leaves], 1.0))
+            sums.add(Contributions([leaf.grad for leaf in leaves], 1.0))
         except Exception as error:
             warnings.warn(f"the step over virtual ranks will fail: {error}", stacklevel=2)
             self._problem = self._problem or error
         for leaf in leaves:
             leaf.grad = None
 
-    def contributions(self, engine: Engine, step: Step, leaves: Sequence[Tensor]) -> Contributions:
-        """Return the contributions of the step that the last pass takes.
+    def sums(self, engine: Engine, step: Step, leaves: Sequence[Tensor]) -> VirtualSums:
+        """Return the sums of all passes before the last, which takes the step.
 
         Raises:
             RuntimeError: the number of passes is wrong, parameters changed, or `.grad` was not
@@ -97,8 +97,7 @@ class MicroBatches:
             raise RuntimeError(_wrong_number(engine, "less than"))
         if sums.program is not step.program:
             raise RuntimeError(_CHANGED)
-        last = BackwardContributions(step.program, weight=1.0, accumulated=None)
-        return RowsContributions(sums, last)
+        return sums
 
     def used_names(self, names: Sequence[str]) -> frozenset[str]:
         """Return those of the leaves' names that an earlier pass of the step has used."""

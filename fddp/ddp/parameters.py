@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from fddp.ddp.request import ModuleRequest
 from fddp.native import extension
 from fddp.native.torch_private import will_engine_execute_node
-from fddp.runtime.contributions import TreeContributions
+from fddp.runtime.contributions import Contributions
 from fddp.runtime.step import Step
 from fddp.tree.pytree import flatten
 
@@ -77,13 +77,12 @@ class HookedParameters:
         """
         self.hooks.forget() if leave else self.hooks.restore()
         self.hooks.disarm()
-        contributions = None if step is None else step.contributions.backward
-        if step is None or contributions is None:
+        if step is None:
             return
-        for bucket in () if leave else contributions.in_place:
+        for bucket in () if leave else step.in_place:
             for number in step.program.member_numbers[bucket]:
                 self.leaves[step.program.differentiated[number]].grad = None
-        contributions.in_place.clear()
+        step.in_place.clear()
 
     def begin_in_context(
         self, step: Step, context: int
@@ -101,7 +100,7 @@ class HookedParameters:
         own = [grads.get(param) for param in params]
         rows = zip(own, used, params, strict=True)
         filled = [torch.zeros_like(p) if flag and grad is None else grad for grad, flag, p in rows]
-        step.begin(TreeContributions(step.program, filled, 1.0), params)
+        step.begin(Contributions(filled, 1.0), params)
 
         def write(results: Sequence[Tensor | None]) -> None:
             new = []

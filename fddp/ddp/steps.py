@@ -52,7 +52,7 @@ from fddp.core.protocol.lifecycle import (
 )
 from fddp.ddp.arguments import Options, Settings
 from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
-from fddp.ddp.debug_logs import log_initialised, log_rebuilt
+from fddp.ddp.debug_logs import log_rebuilt
 from fddp.ddp.finalization import (
     LEFT_OUT,
     NOTHING,
@@ -61,7 +61,7 @@ from fddp.ddp.finalization import (
     needs_end_of_backward,
 )
 from fddp.ddp.local_gradients import LocalGradientReports
-from fddp.ddp.logging_data import Recorder
+from fddp.ddp.logging_data import Recorder, backend_name
 from fddp.ddp.micro_batches import IN_CONTEXT, MicroBatches
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
@@ -77,10 +77,8 @@ from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
 from fddp.runtime.step import Outcome, Step
-from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.transport import LoopbackGroup
-from fddp.transport.torch_private import is_foreign
 
 _ABORT_S = 0.05
 _COMPILED = (
@@ -192,7 +190,21 @@ class Steps:
                 )
                 self.__dict__.pop("parameters", None)  # of `watch_unopened`
                 self._hook_parameters()
-                self._start_log()
+                self.recorder.start(
+                    self.options,
+                    self.engine.program.plan,
+                    self.usage.names,
+                    backend_name(self._group),
+                    module_name=self._module_name,
+                    rank=self.engine.transport.rank,
+                    world_size=self.engine.transport.world_size,
+                )
+                # Gradients are reduced in the dtype that mixed precision asks for, if any.
+                mixed = self.options.arguments.mixed_precision
+                wire = None if mixed is None else wire_dtype(mixed)
+                if wire is not None:
+                    self.engine.set_hook(cast_hook(wire))
+                    self.recorder.note(comm_hook=f"{wire} gradients")
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
             self.is_open = True
@@ -299,7 +311,7 @@ class Steps:
             case "send":
                 self._fail_on_misuse(self.parameters.used_names())
                 send(self._opened)
-                self._arrived = self._opened.contributions.arrived()
+                self._arrived = self._opened.arrived
             case "await report":
                 return self._await_report()
             case "write":
@@ -482,7 +494,7 @@ class Steps:
         with self.lock:
             if self.life.name == "open":
                 check_complete(self._opened, self.parameters)
-            if self._arrived is not None and self._opened.contributions.arrived() > self._arrived:
+            if self._arrived is not None and self._opened.arrived > self._arrived:
                 self.note("left out")
                 raise RuntimeError(LEFT_OUT)
             self._close("finalized")
@@ -627,8 +639,7 @@ class Steps:
         elif action == "open in context":
             self._begin_in_context()
         elif action == "take part":
-            nothing = Contributions()
-            nothing.weight = self._weight
+            nothing = Contributions(weight=self._weight)
             self.step.begin(nothing, self.parameters.leaves, allow_idle_ranks=True)
         return None
 
@@ -655,29 +666,26 @@ class Steps:
             if self.has_changed:
                 raise ParametersChangedError
             assert self.step is not None
+            arguments, virtual = self.options.arguments, self.micro_batches
+            replaces = arguments.gradient_as_bucket_view and virtual is None
             self.step.begin(
-                self._contributions(self.step),
+                BackwardContributions(
+                    weight=1.0,
+                    accumulated=None,
+                    idle=self.step.idle,
+                    aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
+                    packs_early=not arguments.lazy_bucket_allocation,
+                ),
                 self.parameters.leaves,
+                earlier=None
+                if virtual is None
+                else virtual.sums(self.engine, self.step, self.parameters.leaves),
                 allow_idle_ranks=self.usage.joining,
             )
             self.step.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
         except BaseException as error:
             self._error = error
             self._execute_after("failed")
-
-    def _contributions(self, step: Step) -> Contributions:
-        if self.micro_batches is not None:
-            return self.micro_batches.contributions(self.engine, step, self.parameters.leaves)
-        arguments = self.options.arguments
-        replaces = arguments.gradient_as_bucket_view
-        return BackwardContributions(
-            step.program,
-            weight=1.0,
-            accumulated=None,
-            idle=step.idle,
-            aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
-            packs_early=not arguments.lazy_bucket_allocation,
-        )
 
     def _fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared."""
@@ -704,7 +712,7 @@ class Steps:
             self._error = error
         else:
             self.skipped = self._outcome.skipped
-            self.engine.note_arrivals(self.step.contributions.backward)
+            self.engine.note_arrivals(self.step.contributions)
             return "reported repair" if self._outcome.report.late else "reported regular"
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:
@@ -744,13 +752,7 @@ class Steps:
         self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
         if step.record_time:
             backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
-            idle = step.idle - set(report.late)
-            self.recorder.record(
-                make_info(outcome, backward_s, begun_s=self.recorder.forward_start_s),
-                program.plan,
-                has_rebuilt=not program.control.with_order,
-                reduced=len(program.plan.buckets) - len(idle),
-            )
+            self.recorder.record_step(outcome, backward_s)
 
     def _release(self) -> None:
         """Drop the state of the step."""
@@ -794,30 +796,6 @@ class Steps:
         )
         rank = self.engine.transport.rank
         self._reports.follow(self.parameters.names, self.parameters.leaves, rank)
-
-    def _start_log(self) -> None:
-        """Log the settings, once the plan is known."""
-        options, engine, group = self.options, self.engine, self._group
-        log_initialised(options.cap_bytes, options.first_cap_bytes)
-        if isinstance(group, LoopbackGroup):
-            backend = "loopback"
-        else:
-            backend = group.name() if is_foreign(group) else dist.get_backend(group)
-        self.recorder.start(
-            options,
-            engine.program.plan,
-            self.usage.names,
-            backend,
-            module_name=self._module_name,
-            rank=engine.transport.rank,
-            world_size=engine.transport.world_size,
-        )
-        # Gradients are reduced in the dtype that mixed precision asks for, if any.
-        mixed = options.arguments.mixed_precision
-        wire = None if mixed is None else wire_dtype(mixed)
-        if wire is not None:
-            engine.set_hook(cast_hook(wire))
-            self.recorder.note(comm_hook=f"{wire} gradients")
 
 
 @cache  # lives are few

@@ -140,7 +140,7 @@ def pack_error(
         return error
     problem = TreeMismatchError(f"{program.buckets[bucket].text} can't be packed: {error}")
     problem.__cause__ = error
-    for part in contributions.parts(bucket):
+    for part in contributions.sources(program, bucket):
         for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):
             path = program.plan.paths[leaf]
             if source is not None and (kind := wrapper_kind(source)):

@@ -77,7 +77,7 @@ def finish(step: Step) -> Outcome:
             report = step.report
             assert report is not None
             if not gives_views or 0 in report.users:
-                step.results.complete(report.used, step.contributions)
+                step.results.complete(report.used, step.contributions.local(step.program))
             if step.check is not None:
                 step.check.check_results(step.transport, step.number)
         except StopStepError:
@@ -122,9 +122,10 @@ def _stopped(step: Step) -> Outcome:
 def write_word(step: Step) -> Tensor | None:
     """Return this rank's control word, in the memory that is reduced; None for the regular one."""
     if step.record_time:
-        step.log.append((step.contributions.arrived(), TraceAction("control")))
+        step.log.append((step.arrived, TraceAction("control")))
     if step.regular is not None:
-        if step.source.is_complete() and not step.executor.may_overflow:
+        used, late = step.source.used(step.program), step.source.late(step.program)
+        if all(used) and not any(late) and not step.executor.may_overflow:
             return None
         step.leave_regular()
     if step.code.hook is not None:
@@ -144,24 +145,25 @@ def write_word(step: Step) -> Tensor | None:
 
 def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
     """This rank's control word: the sum of one for each of its summands."""
-    layout, source = step.program.control, step.source
-    # Rank 0's order of gradients is that of the rebuilt plan.
-    has_order = layout.with_order and step.transport.rank == 0 and not step.failure
+    layout, source, earlier = step.program.control, step.source, step.earlier
+    used = source.used(step.program)
+    if earlier is not None:
+        used = [bool(flag) for flag in earlier.used | used]
     word = ControlWord(
         fingerprint=step.fingerprint,
         method=step.method,
         weight=source.weight,
-        used=source.used(step.program),
+        used=used,
         late=source.late(step.program),
         has_next=step.has_next,
         nonfinite=not step.executor.is_finite,
         may_overflow=step.executor.may_overflow,
         failed=step.failure is not None,
-        order=tuple(step.contributions.order(step.program)) if has_order else (),
+        order=_order(step),
     )
     total = encode(layout, word)
     further = step.program.summands - 1
-    for weight in source.earlier_weights or [0.0] * further:
+    for weight in [0.0] * further if earlier is None else earlier.weights:
         total += encode(
             layout,
             ControlWord(
@@ -174,6 +176,17 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
             ),
         )
     return total
+
+
+def _order(step: Step) -> tuple[int, ...]:
+    """Slots of the control word of the reduced leaves, in rank 0's order of their gradients, which
+    is that of the rebuilt plan. Empty where the word has none, and on other ranks."""
+    program, counter = step.program, step.source.leaf_set
+    if not program.control.with_order or step.transport.rank != 0 or counter is None:
+        return ()
+    arrived = dict.fromkeys(program.differentiated[k] for k in counter.arrivals())
+    slots = {leaf: slot for slot, leaf in enumerate(program.plan.reduced)}
+    return tuple(slots[leaf] for leaf in arrived if leaf in slots)
 
 
 def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
@@ -201,7 +214,7 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
             if step.sums.applies_scale:
                 step.take_report(report, step.program.scale.after(report.total_weight))
     if step.check is not None:
-        step.check.on_report(report, step.source)
+        step.check.on_report(report, step.sources)
     return report.late, step.after == 1.0 and not report.late
 
 

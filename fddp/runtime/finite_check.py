@@ -9,7 +9,7 @@ are only checked if the control word does not rule out an overflow; those of hoo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
 from fddp.native.layout import views
 from fddp.runtime.agreement import exchange
-from fddp.runtime.contributions import Contributions, Leaves
+from fddp.runtime.contributions import Leaves, WeightedGradients
 from fddp.runtime.nonfinite import (
     COUNTS,
     Count,
@@ -64,35 +64,46 @@ class FiniteCheck:
         self,
         bucket: BucketProgram,
         buffer: Tensor,
-        source: Contributions,
+        sources: Sequence[WeightedGradients] | None,
         *,
         finite: bool,
         again: bool,
     ) -> None:
-        """Count non-finite numbers of a packed bucket, if errors are to name its leaves. Its
-        `buffer` is not reduced yet; `finite` is the finding of packing. `again` is True if all
-        gradients of the bucket were packed a second time."""
+        """Count non-finite numbers of a packed bucket, if errors are to name its leaves.
+
+        Args:
+            bucket: the bucket.
+            buffer: its memory, which is not reduced yet.
+            sources: as in `Packed`.
+            finite: finding of packing.
+            again: True if all gradients of the bucket were packed a second time.
+        """
         if again:
             self._forget(bucket)
         # Packing checks on the CPU only.
         if self._policy != "raise" or (finite and buffer.is_cpu):
             return
-        parts = source.sources(bucket.index)
-        # None: they were released, and packing turned no finite number into infinity.
-        grads = [views(buffer, bucket.layout)] if parts is None else [p.sources for p in parts]
-        self._count(bucket, grads)
+        if sources is None:
+            self._count(bucket, [views(buffer, bucket.layout)])
+        else:
+            self._count(bucket, [part.sources for part in sources])
 
     def gathered(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Count non-finite numbers of this rank's gradients of a sparse leaf, after the sum."""
         if self._policy == "raise" and not self._results.finite:
             self._count_sparse(leaf, sources)
 
-    def on_report(self, report: ControlReport, source: Contributions) -> None:
-        """Act on the control word. Raises StopStepError if a contribution is not finite, on all
-        ranks."""
+    def on_report(
+        self, report: ControlReport, sources_of: Callable[..., list[WeightedGradients]]
+    ) -> None:
+        """Act on the control word. `sources_of` is `Step.sources`.
+
+        Raises:
+            StopStepError: a contribution is not finite; on all ranks.
+        """
         if report.nonfinite:
             if self._policy == "raise":
-                self._count_unpacked(report.late, source)
+                self._count_unpacked(report.late, sources_of)
             raise StopStepError
         self._may_have_overflowed = (
             report.may_overflow > 0
@@ -104,19 +115,22 @@ class FiniteCheck:
         if self._may_have_overflowed or has_sparse:
             self._results.check_finite()
 
-    def _count_unpacked(self, late: Collection[int], source: Contributions) -> None:
+    def _count_unpacked(
+        self, late: Collection[int], sources_of: Callable[..., list[WeightedGradients]]
+    ) -> None:
         """Count non-finite numbers of sparse and late gradients, which are not packed before the
         control word is read."""
+        retained = self._program.schedule.retained
         for bucket in self._program.buckets:
             index = bucket.index
             if bucket.sparse:
                 (leaf,) = bucket.leaves
-                self._count_sparse(leaf, [part.sources[0] for part in source.parts(index)])
-            elif index in late and index in self._program.schedule.retained:
-                self._forget(bucket)
-                self._count(bucket, [part.sources for part in source.parts(index)])
+                self._count_sparse(leaf, [part.sources[0] for part in sources_of(index)])
             elif index in late:
-                self._count(bucket, [part.sources for part in source.untaken(index)])
+                if index in retained:
+                    self._forget(bucket)
+                sources = sources_of(index, late=index not in retained)
+                self._count(bucket, [part.sources for part in sources])
 
     def _count(self, bucket: BucketProgram, grads: Sequence[Leaves]) -> None:
         """Count non-finite numbers of dense gradients, given by summand and leaf."""

@@ -19,7 +19,8 @@ from fddp.core.protocol.launch import TraceAction
 from fddp.core.schedule.op import Kind, Op
 from fddp.core.schedule.sum_tree import SumTree
 from fddp.errors import InternalError
-from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.native.pack import pack_
+from fddp.runtime.contributions import Packed, pack_bucket_
 from fddp.runtime.failures import pack_error
 from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.program import BucketProgram
@@ -63,9 +64,9 @@ def pack(step: Step, position: int) -> None:
     if bucket.numel < bucket.padded_numel:
         buffer[bucket.numel : bucket.padded_numel].zero_()
     try:
-        peak = _write(step, step.source, buffer, position)
-        if not peak <= bucket.max_safe_magnitude:
-            _note_magnitude(step, buffer, peak, op)
+        packed = _write(step, buffer, position)
+        if not packed.peak <= bucket.max_safe_magnitude:
+            _note_magnitude(step, buffer, packed, op)
     except Exception as error:
         if step.report is not None:
             raise  # too late to report it in the control word
@@ -79,7 +80,7 @@ def fail_pack(step: Step, position: int, error: Exception) -> None:
     bucket = step.program.schedule.ops[position].bucket
     buffer = step.memory(bucket)
     step.fail(pack_error(step.program, bucket, buffer, step.source, error))
-    _write(step, NOTHING, buffer, position)
+    _write(step, buffer, position)
 
 
 def unpack(step: Step, position: int) -> None:
@@ -196,8 +197,7 @@ def gather(step: Step, position: int) -> None:
         _put_sparse(step, leaf, total.to(getattr(torch, form.spec.dtype)), sources)
         return
     parts = [
-        (part.sources[0], part.weight / report.total_weight)
-        for part in step.source.parts(op.bucket)
+        (part.sources[0], part.weight / report.total_weight) for part in step.sources(op.bucket)
     ]
     entry = step.recorder.launched(step.program.schedule, step.number, position)
     entry.note_wait()
@@ -217,7 +217,7 @@ def reduce_sparse(step: Step) -> None:
         if op.kind != "gather" or op.bucket not in hook.specs or op.bucket in step.idle:
             continue
         bucket = step.program.buckets[op.bucket]
-        parts = [(part.sources[0], part.weight) for part in step.source.parts(op.bucket)]
+        parts = [(part.sources[0], part.weight) for part in step.sources(op.bucket)]
         scaled = [(grad, step.scale.before(w)) for grad, w in parts if grad is not None]
         own = _sparse_form(step, bucket).summed(scaled)
         what = f"{bucket.text} of step {step.number}"
@@ -240,38 +240,43 @@ def _put_sparse(step: Step, leaf: int, total: Tensor, sources: list[Tensor | Non
         step.check.gathered(leaf, sources)
 
 
-def _write(step: Step, source: Contributions, buffer: Tensor, position: int) -> float:
-    op = step.program.schedule.ops[position]
-    bucket = step.program.buckets[op.bucket]
-    chunk = step.program.shards.chunks.get(position)
+def _write(step: Step, buffer: Tensor, position: int) -> Packed:
+    op, program, source = step.program.schedule.ops[position], step.program, step.source
+    chunk = program.shards.chunks.get(position)
     if chunk is not None:
-        return source.pack_chunk_(chunk, buffer)
+        nothing: list[Tensor | None] = [None] * len(chunk.parts)
+        shards = nothing if source.leaves is None else chunk.sources(source.leaves)
+        return Packed(pack_(buffer, chunk.layout, shards), None)
     scale = step.scale
     if op.when != "always":
         scale = step.sums.repair_scale(step.contributions.weight)
-    if op.when == "late":
-        return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
-    return source.pack_(bucket.index, buffer, bucket.layout, scale)
+    keeps, is_late = step.keeps_sources, op.when == "late"
+    packed = pack_bucket_(
+        source, program, op.bucket, buffer, scale, late=is_late, keeps_sources=keeps
+    )
+    if step.earlier is None:
+        return packed
+    return packed._replace(peak=step.earlier.close(op.bucket, buffer, packed.peak))
 
 
-def _note_magnitude(step: Step, buffer: Tensor, peak: float, op: Op) -> None:
-    """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
-    magnitudes; NaN if unknown."""
-    if math.isnan(peak) and step.check is None:
+def _note_magnitude(step: Step, buffer: Tensor, packed: Packed, op: Op) -> None:
+    """Note a packed bucket with large, non-finite or unknown numbers."""
+    if math.isnan(packed.peak) and step.check is None:
         return  # nobody asks, and the control word stays a regular one
-    again, finite = op.when == "again", not math.isinf(peak)
+    again, finite = op.when == "again", not math.isinf(packed.peak)
     step.executor.note_magnitude(finite)
     if step.check is not None:
         bucket = step.program.buckets[op.bucket]
-        step.check.packed(bucket, buffer, step.source, finite=finite, again=again)
+        sources = packed.sources if step.earlier is None else step.earlier.sources(op.bucket)
+        step.check.packed(bucket, buffer, sources, finite=finite, again=again)
 
 
 def _log_packed(step: Step, op: Op) -> None:
     """Add a packed bucket to the step's trace."""
     if op.when != "always":
-        step.log.append((step.contributions.arrived(), TraceAction("repair", op.bucket)))
+        step.log.append((step.arrived, TraceAction("repair", op.bucket)))
     elif op.region.start == 0:
-        step.log.append((step.contributions.arrived(), TraceAction("launch", op.bucket)))
+        step.log.append((step.arrived, TraceAction("launch", op.bucket)))
 
 
 def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
@@ -364,4 +369,5 @@ def _before(step: Step, position: int) -> Iterable[Tensor]:
     if program.schedule.topology.size(op.region.shard) > 1:  # sums over ranks already
         left = step.scratch.pop(("left", op.bucket, start, stop), None)
         return () if left is None else left.unbind(0)
-    return [span[start:stop] for span in step.source.spans(op.bucket)]
+    spans = () if step.earlier is None else step.earlier.spans(op.bucket)
+    return [span[start:stop] for span in spans]

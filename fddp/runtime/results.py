@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from fddp.native.pack import (
     slices,
     unpack_,
 )
-from fddp.runtime.contributions import Contributions, ShardContributions
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
 
@@ -95,17 +94,16 @@ class Results:
         if self.checks:
             self._late.append(measure([gathered._values()]))
 
-    def complete(self, used: Sequence[bool], contributions: Contributions) -> None:
-        """Join shards, drop reduced leaves that no rank `used`, and add the local leaves of
-        `contributions`."""
+    def complete(self, used: Sequence[bool], local: Mapping[int, Tensor | None]) -> None:
+        """Join shards, drop reduced leaves that no rank `used`, and add the `local` results."""
         program = self._program
         if self._parts:
             self.leaves[:] = program.shards.joined(program.plan, self._parts, self._devices)
         for leaf, flag in zip(program.plan.reduced, used, strict=True):
             if not flag:
                 self.leaves[leaf] = None
-        for leaf in contributions.unreduced(program):
-            self.leaves[leaf] = contributions.local(leaf)
+        for leaf, result in local.items():
+            self.leaves[leaf] = result
 
     def _take_whole(
         self, bucket: int, buffer: Tensor, after: float, *, checked: bool
@@ -173,6 +171,8 @@ def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor 
             pack_(buffer, program.layouts[chunk.bucket], sources)
             packed[chunk.bucket] = buffer
         results.unpack(position, chunk.bucket, packed[chunk.bucket], 1.0)
-    own = ShardContributions(leaves)
-    results.complete(own.used(program), own)
+    used = [leaves[leaf] is not None for leaf in program.plan.reduced]
+    outside = {i: leaf for i, leaf in enumerate(leaves) if i not in program.plan.bucket_of}
+    copies = {i: None if leaf is None else leaf.detach().clone() for i, leaf in outside.items()}
+    results.complete(used, copies)
     return results.leaves

@@ -37,12 +37,19 @@ from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Stats
 from fddp.runtime.compiled import CompiledProgram, RegularWord
-from fddp.runtime.contributions import NOTHING, Contributions, GraphInfo
+from fddp.runtime.contributions import (
+    NOTHING,
+    BackwardContributions,
+    Contributions,
+    GraphInfo,
+    WeightedGradients,
+)
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.sums import Sums
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.waits import note_wait
 from fddp.transport.base import Transport
@@ -82,6 +89,9 @@ class Step:
     contributions: Contributions = NOTHING
     # The same, to pack; nothing from a failure of this rank on.
     source: Contributions = NOTHING
+    # Sums over the virtual ranks of this rank before the last, whose gradients are `source`. None
+    # without virtual ranks, and from a failure of this rank on.
+    earlier: VirtualSums | None = None
     # Factor on results, from the report on; that on gradients before the sum is `scale`.
     after: float = 1.0
     # True to let ranks of weight 0 contribute zeros under a hook that divides by the number of
@@ -179,6 +189,11 @@ class Step:
         return {}
 
     @cached_property
+    def in_place(self) -> list[int]:
+        """Buckets whose gradients are reduced in place."""
+        return []
+
+    @cached_property
     def scratch(self) -> dict[Hashable, Tensor]:
         """Memory that an operation leaves for a later one of the same bucket."""
         return {}
@@ -253,24 +268,23 @@ class Step:
         contributions: Contributions,
         leaves: Sequence[Tensor | None],
         *,
+        earlier: VirtualSums | None = None,
         allow_idle_ranks: bool = False,
     ) -> None:
         """Set this rank's contributions; `leaves` determine the devices of the buckets.
 
         Args:
-            allow_idle_ranks: see the attribute.
+            earlier, allow_idle_ranks: see the attributes.
         """
         self.begun_s = perf_counter()
         self.contributions, self.allow_idle_ranks = contributions, allow_idle_ranks
-        if self.nonfinite == "raise":
-            contributions.retain_sources()
         if not self.code.is_on_cpu:
             self.note_devices(leaves)
         if self.code.hook is not None:
             self.scale = self.sums.scale(contributions.weight)
         if self.failure is not None:
             return
-        self.source = contributions
+        self.source, self.earlier = contributions, earlier
 
     def arm(self, leaf_set: GradientCounter, view: GraphInfo, previous: Arrivals | None) -> None:
         """Prepare for a backward pass, whose contributions `begin` has set.
@@ -280,12 +294,38 @@ class Step:
             view: inspection of the graph.
             previous: arrivals of the previous step.
         """
-        own = self.contributions.backward
-        assert own is not None
+        own = self.contributions
+        assert isinstance(own, BackwardContributions)
         own.collect(leaf_set)
         self.prepare()
         self.note("armed")  # before threads of devices can bring gradients
-        own.arm(view, previous, self.memory, self.scale, self.executor)
+        own.arm(
+            self.program,
+            view,
+            previous,
+            self.memory,
+            self.scale,
+            self.executor,
+            keeps_sources=self.keeps_sources,
+        )
+
+    @property
+    def keeps_sources(self) -> bool:
+        """True if packed gradients may be asked for, to name those that are not finite. With
+        virtual ranks, their sums are named instead."""
+        return self.nonfinite == "raise" and self.earlier is None
+
+    @property
+    def arrived(self) -> int:
+        """Number of gradients that have arrived during backward."""
+        counter = self.contributions.leaf_set
+        return 0 if counter is None else counter.arrival_count()
+
+    def sources(self, bucket: int, *, late: bool = False) -> list[WeightedGradients]:
+        """Summands of a bucket as in `Contributions`. Of a sparse one, those of all virtual ranks
+        of this rank."""
+        own = self.source.sources(self.program, bucket, late=late)
+        return own if self.earlier is None else [*self.earlier.gradients(bucket), *own]
 
     def prepare(self) -> None:
         """Allocate the buffers, and let the extension pack and report where it can."""
@@ -297,18 +337,19 @@ class Step:
         if self.failure is not None:
             return
         source, code = self.source, self.code
-        has_order = self.program.control.with_order and source.backward is not None
+        has_order = self.program.control.with_order and source.leaf_set is not None
         is_usual = source.weight == 1.0 and self.has_next and not (self.idle or has_order)
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)
         if self.record_time or self.check is not None or not code.packs_natively:
             return
-        only = source.only()
-        if isinstance(only, list):
-            self.executor.pack_leaves(only, self.scale.before(source.own_weight))
-        elif only is not None:
-            self.executor.pack_counted(only, self.scale.before(source.own_weight))
+        if self.earlier is not None or source.accumulated is not None:
+            return
+        if source.leaves is not None:
+            self.executor.pack_leaves(source.leaves, self.scale.before(source.weight))
+        elif source.leaf_set is not None:
+            self.executor.pack_counted(source.leaf_set, self.scale.before(source.weight))
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""
@@ -322,10 +363,14 @@ class Step:
         """Take memory for a bucket from the pool; called by the executor, too. For lack of memory,
         fail the step on this rank, or raise if it is too late to report the error in the control
         word."""
-        bucket = self.program.buckets[index]
-        if self.source.aliases_buffer is not None:
-            buffer = self.source.aliased_memory(index, self.pool)
+        bucket, aliases = self.program.buckets[index], self.source.aliases_buffer
+        if aliases is not None and index not in self.program.schedule.retained:
+            leaves, layout = self.program.member_numbers[index], bucket.layout.native
+            buffer = self.pool.reclaim(
+                index, lambda b: len(b) == bucket.buffer_numel and aliases(leaves, b, layout)
+            )
             if buffer is not None:
+                self.in_place.append(index)
                 return buffer
         device = _CPU if self.code.is_on_cpu else self.devices[bucket.device]
         spec = index, bucket.buffer_numel, bucket.wire_dtype, device
@@ -346,6 +391,7 @@ class Step:
             return
         self.note("failed")
         self.failure, self.source, self.regular = error, NOTHING, None
+        self.earlier = None
         self.executor.leave_to_python()
         self.failure_text = where + error_text(error)
         place = f"rank {self.transport.rank} at step "
@@ -384,9 +430,10 @@ class Step:
         for bucket, buffer in enumerate(self.executor.buffers()):
             if buffer is not None:
                 self.pool.release(bucket, buffer)
-        self.contributions.release()
+        if self.earlier is not None:
+            self.earlier.release()
         if self.record_time:
-            self.log.append((self.contributions.arrived(), TraceAction("finish")))
+            self.log.append((self.arrived, TraceAction("finish")))
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""

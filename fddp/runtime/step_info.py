@@ -8,6 +8,7 @@ import time
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
+from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.step import Outcome, Step
 from fddp.telemetry.step_info import SyncInfo, Trace
@@ -59,14 +60,21 @@ def make_info(
 def ready_times_s(step: Step) -> dict[int, float]:
     """Return the time of the last gradient of each differentiable leaf, on the clock of
     `time.perf_counter`; NaN for leaves without gradient."""
-    leaves = step.program.differentiated
-    times_s = step.contributions.ready_times_s() or [step.begun_s] * len(leaves)
-    return dict(zip(leaves, times_s, strict=True))
+    own, leaves = step.contributions, step.program.differentiated
+    if not isinstance(own, BackwardContributions):
+        return dict.fromkeys(leaves, step.begun_s)
+    times_s = dict.fromkeys(leaves, math.nan)
+    if own.leaf_set is not None:
+        for number, time_s in zip(
+            own.leaf_set.arrivals(), own.leaf_set.arrival_times(), strict=True
+        ):
+            times_s[leaves[number]] = time_s
+    return times_s
 
 
 def _trace(step: Step) -> Trace:
-    contributions, program = step.contributions.backward, step.program
-    if contributions is None or not contributions.expected:
+    contributions, program = step.contributions, step.program
+    if not contributions.expected:
         return Trace((), (), (), ())
     events: list[int | TraceAction] = []
     arrivals = contributions.leaf_set.arrivals() if contributions.leaf_set else []

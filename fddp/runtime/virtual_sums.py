@@ -7,25 +7,26 @@ its backward pass, and a bucket is sent as soon as they have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.schedule.sum_tree import tree_additions
 from fddp.errors import InternalError
 from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool, new_memory
-from fddp.native.layout import Layout, views
-from fddp.runtime.contributions import BackwardContributions, Contributions, WeightedGradients
+from fddp.native.layout import views
+from fddp.runtime.contributions import (
+    Contributions,
+    WeightedGradients,
+    pack_bucket_,
+)
 from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices
-from fddp.runtime.step import Step
 
 _WITHOUT = WeightedGradients([None], 0.0)  # a virtual rank without gradient of a sparse leaf
 
@@ -94,7 +95,7 @@ class VirtualSums:
         with outside_transforms(), torch.no_grad():  # the memory is used in later steps, too
             for bucket in self.program.buckets:
                 if bucket.sparse:
-                    parts = contributions.parts(bucket.index)
+                    parts = contributions.sources(self.program, bucket.index)
                     self._gradients[bucket.index] += parts or [_WITHOUT]
                 else:
                     self._add(bucket, contributions, turn)
@@ -122,9 +123,9 @@ class VirtualSums:
         """Sums of the spans before the last."""
         return self._spans[bucket]
 
-    def sources(self, bucket: int, layout: Layout) -> list[WeightedGradients]:
+    def sources(self, bucket: int) -> list[WeightedGradients]:
         """Sums of all spans by leaf."""
-        sums = [*self._spans[bucket], self._totals[bucket]]
+        layout, sums = self.program.layouts[bucket], [*self._spans[bucket], self._totals[bucket]]
         return [WeightedGradients(views(total, layout), 1.0) for total in sums]
 
     def gradients(self, bucket: int) -> list[WeightedGradients]:
@@ -144,10 +145,13 @@ class VirtualSums:
     def _pack(self, bucket: BucketProgram, buffer: Tensor, contributions: Contributions) -> None:
         buffer[bucket.numel :].zero_()
         try:
-            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.program.scale)
+            packed = pack_bucket_(
+                contributions, self.program, bucket.index, buffer, self.program.scale
+            )
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
-        self._peaks[bucket.index] = extension.compiled.add_bounds(self._peaks[bucket.index], peak)
+        bound = extension.compiled.add_bounds(self._peaks[bucket.index], packed.peak)
+        self._peaks[bucket.index] = bound
 
     def _memory(self, bucket: BucketProgram) -> Tensor:
         index = bucket.index
@@ -161,71 +165,3 @@ class VirtualSums:
             self._devices[bucket.device],
             allocate=new_memory,
         )
-
-
-class RowsContributions(Contributions):
-    """Contributions of several virtual ranks: those of the last, and the sums of the others.
-
-    Args:
-        sums: sums of the others.
-        last: contributions of the last.
-    """
-
-    def __init__(self, sums: VirtualSums, last: Contributions) -> None:
-        self.weight = last.weight
-        self.allocates_early = last.allocates_early
-        self.sums, self._last = sums, last
-
-    @property
-    def backward(self) -> BackwardContributions | None:
-        return self._last.backward
-
-    @property
-    def earlier_weights(self) -> Sequence[float]:  # type: ignore[override]
-        return self.sums.weights
-
-    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        peak = self._last.pack_(bucket, buffer, layout, scale)
-        return self.sums.close(bucket, buffer, peak)
-
-    def parts(self, bucket: int) -> list[WeightedGradients]:
-        """Summands of a bucket: those of the last virtual rank. Of a sparse bucket those of all."""
-        return [*self.sums.gradients(bucket), *self._last.parts(bucket)]
-
-    def untaken(self, bucket: int) -> list[WeightedGradients]:
-        return self._last.untaken(bucket)
-
-    def sources(self, bucket: int) -> list[WeightedGradients]:
-        return self.sums.sources(bucket, self.sums.program.layouts[bucket])
-
-    def spans(self, bucket: int) -> Sequence[Tensor]:
-        return self.sums.spans(bucket)
-
-    def used(self, program: Program) -> list[bool]:
-        return [bool(flag) for flag in self.sums.used | self._last.used(program)]
-
-    def late(self, program: Program) -> list[bool]:
-        return self._last.late(program)
-
-    def order(self, program: Program) -> Sequence[int]:
-        return self._last.order(program)
-
-    def arrived(self) -> int:
-        return self._last.arrived()
-
-    def ready_times_s(self) -> list[float]:
-        return self._last.ready_times_s()
-
-    def unreduced(self, program: Program) -> Sequence[int]:
-        return self._last.unreduced(program)
-
-    def local(self, leaf: int) -> Tensor | None:
-        return self._last.local(leaf)
-
-    def release(self) -> None:
-        self.sums.release()
-
-
-def new_sums(step: Step) -> VirtualSums:
-    """Return empty sums for the virtual ranks of a step's rank."""
-    return VirtualSums(step.program, step.pool, step.devices)

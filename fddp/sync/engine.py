@@ -34,7 +34,7 @@ from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
-from fddp.runtime.contributions import BackwardContributions
+from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.donation import donate
 from fddp.runtime.finish import executor_calls
 from fddp.runtime.finish import finish as finish_step
@@ -425,9 +425,10 @@ class Engine:
         """Take a round of the loop over uneven inputs; None at its end."""
         self.round = turn
 
-    def note_arrivals(self, contributions: BackwardContributions | None) -> None:
-        """Note the numbers of gradients that arrived in a backward pass, for the next one."""
-        if contributions is not None and contributions.leaf_set is not None:
+    def note_arrivals(self, contributions: Contributions) -> None:
+        """Note the numbers of gradients that arrived in a backward pass, if there was one, for the
+        next."""
+        if isinstance(contributions, BackwardContributions) and contributions.leaf_set is not None:
             self.arrivals = contributions.arrivals()
 
     def note_in_flight(self, wait: Callable[[], object] | None) -> None:

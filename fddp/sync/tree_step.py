@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
-from fddp.runtime.contributions import Contributions, ShardContributions, TreeContributions
+from fddp.runtime.contributions import Contributions
 from fddp.runtime.inputs import (
     check_no_derivatives,
     check_no_transform,
@@ -22,6 +22,7 @@ from fddp.runtime.inputs import (
 )
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.virtual_batches import gathered_trees
 from fddp.tree.foreign import ForeignTreeDef
@@ -62,12 +63,12 @@ def begin_tree(
 ) -> tuple[Sequence[Tensor | None], TreeDef]:
     """Pass this rank's gradients to a step. Return its leaves, and the tree's structure."""
     program = step.program
-    contributions: Contributions
+    sums: VirtualSums | None = None
     _check_method(method, program.schedule)
     if state is not None or step.code.hook is not None:
         step.take_states(engine.checked_states(state, "update(grads, state)"))
     if program.schedule.virtual is not None:
-        contributions, own, treedef = gathered_trees(step, grads, weight)
+        sums, own, last_weight, treedef = gathered_trees(step, grads, weight)
     else:
         own, treedef = matched_leaves(grads, program, "gradients")
         if isinstance(treedef, ForeignTreeDef):
@@ -76,8 +77,8 @@ def begin_tree(
         check_no_derivatives(own, program, "gradients", graphs=True)
         if method is Method.REDUCE:
             check_writable(own, treedef, program)
-        contributions = TreeContributions(program, own, checked_weight(weight))
-    step.begin(contributions, own)
+        last_weight = checked_weight(weight)
+    step.begin(Contributions(own, last_weight), own, earlier=sums)
     return own, treedef
 
 
@@ -86,7 +87,7 @@ def begin_shards(step: Step, shards: Any) -> TreeDef:
     check_no_transform(Method.ALL_GATHER.text)
     own, treedef = matched_shards(shards, step.program)
     check_no_derivatives(own, step.program, "shards", graphs=False)
-    step.begin(ShardContributions(own), own)
+    step.begin(Contributions(own, 1.0), own)
     return treedef
 
 

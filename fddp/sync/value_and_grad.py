@@ -28,7 +28,7 @@ from fddp.runtime.inputs import (
 from fddp.runtime.program import Program
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
-from fddp.runtime.virtual_sums import RowsContributions, VirtualSums
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
@@ -156,7 +156,7 @@ class ValueAndGrad:
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
         if _has_exhausted(args, kwargs):
-            contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
+            contributions = BackwardContributions(weight=0.0, accumulated=earlier)
             if sums is None:
                 step.begin(contributions, params)
             else:
@@ -167,7 +167,7 @@ class ValueAndGrad:
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
         leaves = extension.compiled.LeafSet(_differentiated(params, program.differentiated))
-        contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
+        contributions = BackwardContributions(weight=weight, accumulated=earlier)
         if sums is None:
             step.begin(contributions, params)
         else:
@@ -194,11 +194,11 @@ class ValueAndGrad:
             # Hooks may call operators, also on ranks that have failed.
             step.transport.enter_step(None)
         view = leaves.inspect(loss)
-        if step.contributions.backward is contributions:
+        if step.contributions is contributions:
             step.arm(leaves, view, engine.arrivals)
         else:  # of a virtual rank before the last, whose buckets are packed after backward
             contributions.collect(leaves)
-            contributions.arm(view, engine.arrivals, step.memory, step.scale, _ignore)
+            contributions.arm(step.program, view, engine.arrivals, step.memory, step.scale, _ignore)
         engine.note_backward(runs=True)
         try:
             if view.foreign or view.opaque:
@@ -264,7 +264,7 @@ def _begin_virtual(
     if sums.missing:
         step.note_devices(params)
     else:
-        step.begin(RowsContributions(sums, contributions), params)
+        step.begin(contributions, params, earlier=sums)
 
 
 def _add(sums: VirtualSums, contributions: BackwardContributions) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from fddp.core.protocol.calls import Method
 from fddp.core.text import counted
 from fddp.errors import InternalError, TreeMismatchError
-from fddp.runtime.contributions import TreeContributions
+from fddp.runtime.contributions import Contributions
 from fddp.runtime.inputs import check_no_derivatives, checked_weight, matched_leaves
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_sums import RowsContributions, VirtualSums, new_sums
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
@@ -94,9 +94,9 @@ def check_batches(values: Sequence[Any], carried: range) -> None:
 
 def gathered_trees(
     step: Step, trees: Any, weight: float | Sequence[float]
-) -> tuple[RowsContributions, Sequence[Tensor | None], TreeDef]:
-    """Return the contributions of trees of gradients, one for each virtual rank of this rank, with
-    the leaves and structure of the last.
+) -> tuple[VirtualSums, list[Tensor | None], float, TreeDef]:
+    """Return the sums of trees of gradients, one for each virtual rank of this rank but the last,
+    and the leaves, weight and structure of the last.
 
     Raises:
         TypeError, ValueError: there is not one tree and one weight for each virtual rank, or the
@@ -134,11 +134,10 @@ def gathered_trees(
             step.leave_method()
         check_no_derivatives(leaves, step.program, "gradients", graphs=True)
         step.note_devices(leaves)
-        sums = sums or new_sums(step)
+        sums = sums or VirtualSums(step.program, step.pool, step.devices)
         checked = checked_weight(own_weight)
         if sums.missing:
-            sums.add(TreeContributions(step.program, leaves, checked))
+            sums.add(Contributions(leaves, checked))
     if sums is None or structure is None:
         raise InternalError("this rank carries no virtual rank")
-    last = TreeContributions(step.program, leaves, checked)
-    return RowsContributions(sums, last), leaves, structure
+    return sums, leaves, checked, structure

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_sums import VirtualSums, new_sums
+from fddp.runtime.virtual_sums import VirtualSums
 from fddp.sync.value_and_grad import Computed, ValueAndGrad
 from fddp.sync.virtual_batches import arguments_of, check_batches
 
@@ -53,7 +53,7 @@ class VirtualValueAndGrad(ValueAndGrad):
             )
         ranks = step.program.carried
         check_batches([*args, *kwargs.values()], ranks)
-        sums = new_sums(step)
+        sums = VirtualSums(step.program, step.pool, step.devices)
         computed = []
         for number in ranks:
             own_args, own_kwargs = arguments_of(number, args, kwargs)

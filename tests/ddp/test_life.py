@@ -300,9 +300,10 @@ def test_a_step_is_armed_before_threads_of_devices_can_fail_it(
     """Otherwise one of them could note a failure between the two halves of "armed"."""
     arm, found = BackwardContributions.arm, []
 
-    def noted(self: Any, view: Any, previous: Any, buffer_of: Any, *args: Any) -> None:
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        *_, buffer_of, _, _ = args
         found.append(buffer_of.__self__.life.name)
-        arm(self, view, previous, buffer_of, *args)
+        arm(self, *args, **options)
 
     monkeypatch.setattr(BackwardContributions, "arm", noted)
 

@@ -29,7 +29,7 @@ from fddp.hooks import (
     power_sgd,
     top_k,
 )
-from fddp.runtime.contributions import TreeContributions
+from fddp.runtime.contributions import Contributions
 from tests.support.hook_models import (
     SMALL,
     Halves,
@@ -449,7 +449,7 @@ def test_set_hook_carries_state_from_step_to_step(group: Any) -> None:
         engine.set_hook(top_k(0.5))
         for wanted in ([4.0, 0.0], [0.0, 6.0]):
             step = engine.open(Method.CALL, with_stats=False)
-            step.begin(TreeContributions(step.program, [own["w"]], 1.0), [own["w"]])
+            step.begin(Contributions([own["w"]], 1.0), [own["w"]])
             assert engine.finish(step).leaves[0].tolist() == wanted
         assert engine.hook_states[0]["residual"].tolist() == [4.0, 0.0]  # type: ignore[index]
         engine.set_hook(None)

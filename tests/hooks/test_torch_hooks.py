@@ -33,7 +33,7 @@ from fddp.hooks import (
     chain,
     fp16_compress,
 )
-from fddp.runtime.contributions import TreeContributions
+from fddp.runtime.contributions import Contributions
 from tests.support.hook_models import SMALL, grads, late_loss, params
 from tests.support.models import largest_difference, rand, same_bits
 from tests.support.on_ranks import on_processes, on_threads
@@ -400,7 +400,7 @@ def test_ranks_at_rest_count_as_zeros_where_they_may(group: Any) -> None:
     hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
     with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
         step = sync._engine.open(Method.CALL, with_stats=False)
-        contributions = TreeContributions(step.program, [own], 1.0 - group.rank)
+        contributions = Contributions([own], 1.0 - group.rank)
         step.begin(contributions, [own], allow_idle_ranks=True)
         (mean,) = sync._engine.finish(step).leaves
         assert mean.tolist() == [[2.0, 3.0], [0.0, 0.0]][group.rank]

@@ -207,8 +207,8 @@ def test_packing_makes_no_python_tensors_of_gradients(monkeypatch: pytest.Monkey
     """Each would cost an object, and a share of a garbage collection."""
     taken: list[int] = []
     monkeypatch.setattr(
-        "fddp.runtime.contributions.BackwardContributions.untaken",
-        lambda _, bucket: taken.append(bucket) or [],
+        "fddp.runtime.contributions.BackwardContributions.sources",
+        lambda _, program, bucket, **options: taken.append(bucket) or [],
     )
 
     def run(group: Any) -> None:
