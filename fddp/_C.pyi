@@ -86,6 +86,10 @@ class LiveViews:
     def contains(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a slice of one of the buffers."""
 
+    def held_bytes(self, released: Sequence[Tensor]) -> int:
+        """Return the bytes of the buffers that are in memory, without those among `released` that
+        have no other owner."""
+
 def slices(buffer: Tensor, layout: Layout) -> list[Tensor]: ...
 def invalidate(tensors: Sequence[Tensor], error_text: str) -> None:
     """Detach slices from their memory. Any later use of one raises a RuntimeError."""

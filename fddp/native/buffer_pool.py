@@ -104,6 +104,11 @@ class BufferPool:
         """Return True if a tensor is a view of a released buffer."""
         return self._live_views.contains(tensor)
 
+    def held_bytes(self) -> int:
+        """Return the bytes of released buffers that views outside use."""
+        released = [buffer for buffers in self._released.values() for buffer in buffers]
+        return self._live_views.held_bytes(released)
+
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
         owners = extension.compiled.storage_use_count

@@ -54,6 +54,7 @@ def make_info(
         ),
         trace=_trace(step),
         skipped=outcome.skipped,
+        held_bytes=step.pool.held_bytes(),
     )
 
 

@@ -77,7 +77,8 @@ class TreeSync:
 
         Returns:
             A new tree of the same structure, or `(tree, info)`. A leaf is None only if no rank has
-            a gradient for it; all are in a step skipped under `nonfinite="skip"`.
+            a gradient for it; all are in a step skipped under `nonfinite="skip"`. A leaf keeps the
+            memory of its whole bucket: `clone` one that is kept. See `SyncInfo.held_bytes`.
 
         Raises:
             TreeMismatchError: the tree has other leaves than the plan.

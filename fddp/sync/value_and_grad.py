@@ -71,7 +71,8 @@ class ValueAndGrad:
         `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`; followed by the new state if
         `hook_state` was passed, and by a `SyncInfo` with `with_info`. The loss is this rank's own.
         A gradient is None only if no rank used the leaf, for integer leaves, and in a step skipped
-        under `nonfinite="skip"`. All are detached.
+        under `nonfinite="skip"`. All are detached. A gradient keeps the memory of its whole bucket:
+        `clone` one that is kept. See `SyncInfo.held_bytes`.
 
     Raises of a call:
         LossError: the loss is not a real scalar tensor.

@@ -31,7 +31,8 @@ class Trace:
 
 @dataclass(frozen=True, repr=False)
 class SyncInfo:
-    """Result of one synchronisation, equal on all ranks except for `timeline` and `trace`.
+    """Result of one synchronisation, equal on all ranks except for `timeline`, `trace` and
+    `held_bytes`.
 
     If ranks hold different results, as with shards (`reduce_scatter`) or a `fddp.hooks.TorchHook`
     that returns different values, `grad_norm` and the part of `all_finite` on results are those of
@@ -55,6 +56,8 @@ class SyncInfo:
         trace: actions of the runtime on this rank; empty for `sync(grads)`.
         skipped: True if all ranks skipped the step because a value was not finite and
             `nonfinite="skip"` is set; `grad_norm` is then NaN.
+        held_bytes: bytes of the buckets of this and earlier steps that results still use on this
+            rank. It grows if gradients are kept; `clone` them.
     """
 
     step: int
@@ -71,6 +74,7 @@ class SyncInfo:
     timeline: StepTimes
     trace: Trace
     skipped: bool = False
+    held_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"SyncInfo({', '.join(f'{name}: {text}' for name, text in self._rows())})"

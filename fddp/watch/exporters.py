@@ -46,6 +46,7 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
         "repaired_buckets": float(len(info.repaired)),
         "active_ranks": float(info.active),
         "total_weight": float(info.total_weight),
+        "held_bytes": float(info.held_bytes),
     }
 
 

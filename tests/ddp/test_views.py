@@ -48,6 +48,31 @@ def wrapped(group: Any, module: nn.Module) -> nn.Module:
     )
 
 
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_kept_gradient_holds_its_bucket_until_it_is_cloned(as_view: bool) -> None:
+    def run(group: Any) -> None:
+        module = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Linear(200, 1))
+        ddp = fddp.DistributedDataParallel(
+            module, process_group=group, gradient_as_bucket_view=as_view
+        )
+        ddp.keep_sync_info()
+        kept: list[Tensor | None] = []
+        held = []
+        for step in range(6):
+            if step == 5:
+                kept = [None if grad is None else grad.clone() for grad in kept]
+            module.zero_grad()
+            ddp(torch.ones(2, 100)).sum().backward()
+            kept.append(module[1].bias.grad)
+            info = ddp.sync_info
+            assert info is not None
+            held.append(info.held_bytes)
+        bucket = 4 * 20_201  # and a control word, smaller in later steps
+        assert [nbytes // bucket for nbytes in held] == [1, 2, 3, 4, 5, 1]
+
+    fddp.loopback(2, run)
+
+
 @pytest.mark.parametrize("zeroed", [True, False])
 def test_gradients_stay_where_they_are(zeroed: bool) -> None:
     """From the rebuild of the plan on. Ranks that are threads hold buffers of each other."""

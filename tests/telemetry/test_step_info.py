@@ -20,6 +20,30 @@ def info_of(leaves: int, unused: int = 0) -> fddp.SyncInfo:
     return fddp.loopback(2, step)[0]
 
 
+def test_held_bytes_are_those_of_buckets_whose_results_are_kept() -> None:
+    """More of them than the pool keeps for reuse; buckets without kept results do not count."""
+    params = {"large": torch.ones(1000), "other": torch.ones(500), "small": torch.ones(1)}
+    plan = fddp.plan_buckets(params, order=[0, 2, 1], bucket_cap_mb=[4004 / 2**20, 1])
+    assert [bucket.leaves for bucket in plan.buckets] == [(0, 2), (1,)]
+
+    def keep(group: Any) -> list[int]:
+        with fddp.GradSync(plan, group=group) as sync:
+            kept, held = [], []
+            for _ in range(5):
+                results, info = sync(params, with_info=True)
+                kept.append(results["small"])
+                held.append(info.held_bytes)
+                del results
+            kept = [gradient.clone() for gradient in kept]
+            held.append(sync(params, with_info=True)[1].held_bytes)
+            return held
+
+    for first, *kept, cloned in fddp.loopback(2, keep):
+        assert first >= 4 * 1501
+        assert kept == [first + number * 4004 for number in (1, 2, 3, 4)]
+        assert cloned == first
+
+
 def test_the_repr_is_short_and_shows_exceptions_only() -> None:
     info = info_of(300, unused=5)
     shown = repr(info)

@@ -99,6 +99,20 @@ class LiveViews {
     return storages_.count(owner_of_slice(tensor)) != 0;
   }
 
+  // Return the bytes of the buffers that are in memory, without those among `released` that have no
+  // other owner.
+  int64_t held_bytes(const std::vector<at::Tensor>& released) const {
+    int64_t bytes = 0;
+    for (const auto& [storage, reference] : storages_) {
+      // Locked, as another thread may free the buffer.
+      if (const auto locked = reference.lock()) bytes += static_cast<int64_t>(locked->nbytes());
+    }
+    for (const at::Tensor& buffer : released) {
+      if (storage_use_count(buffer) == 1) bytes -= static_cast<int64_t>(buffer.storage().nbytes());
+    }
+    return bytes;
+  }
+
  private:
   static constexpr size_t kMinSweepSize = 16;
 
@@ -133,7 +147,8 @@ void bind_storage(py::module_& m) {
   py::class_<fddp::LiveViews>(m, "LiveViews")
       .def(py::init<>())
       .def("add", &fddp::LiveViews::add, py::arg("buffer"))
-      .def("contains", &fddp::LiveViews::contains, py::arg("tensor"));
+      .def("contains", &fddp::LiveViews::contains, py::arg("tensor"))
+      .def("held_bytes", torch::wrap_pybind_function(&fddp::LiveViews::held_bytes), py::arg("released"));
   m.def("invalidate", torch::wrap_pybind_function(&fddp::invalidate), py::arg("tensors"), py::arg("error_text"));
   m.def("slices", torch::wrap_pybind_function([](const at::Tensor& buffer, const fddp::Layout& layout) {
     return fddp::to_list(fddp::slices(buffer, layout));

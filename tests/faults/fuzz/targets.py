@@ -93,6 +93,7 @@ def _copying(draw: Draw) -> None:
             for result in results:
                 result.add_(1)
                 live.contains(result)
+            live.held_bytes([buffer])
             module.storage_use_count(buffer if draw.likely() else draw.anything())
             if results and draw.likely():
                 module.invalidate(results, "gone")
@@ -101,7 +102,7 @@ def _copying(draw: Draw) -> None:
 
 def _loose(draw: Draw) -> None:
     module = extension.load()
-    match draw.below(5):
+    match draw.below(6):
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
@@ -110,6 +111,8 @@ def _loose(draw: Draw) -> None:
             module.invalidate(draw.anything(), draw.anything())
         case 3:
             module.LiveViews().add(draw.anything())
+        case 4:
+            module.LiveViews().held_bytes(draw.anything())
         case _:
             module.LiveViews().contains(draw.anything())
 
