@@ -161,6 +161,9 @@ class BackwardWatch:
         on_output: Callable[..., None],
         reports: LocalReports,
     ) -> None: ...
+    def begin_forward(self, keep: bool) -> None:
+        """Note that a forward pass begins in this thread. Forget earlier ones, unless `keep`."""
+
     def expect_outputs(self, outputs: list[Tensor]) -> list[Tensor]:
         """Hook outputs of a forward pass. Return those outputs that are leaves. They are not
         hooked, because the caller has to remove their hooks."""

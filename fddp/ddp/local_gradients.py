@@ -1,8 +1,8 @@
 """Gradients of a wrapped module's parameters that no step averages.
 
 [Note: local gradients]
-A backward pass outside of `no_sync` that reaches a parameter, but no output of the wrapper's
-forward, leaves this rank's own gradient in `.grad`: the loss came from `ddp.module(x)`, from a
+A backward pass outside of `no_sync` that reaches a parameter, but nothing that the wrapper's
+forward made, leaves this rank's own gradient in `.grad`: the loss came from `ddp.module(x)`, from a
 method of the module, or from a submodule kept elsewhere. The compiled hooks note such gradients,
 and the end of the pass reports them, unless a step was opened after all. A pass through outputs of
 a forward under `no_sync` is meant to be local, unless it brings them zeros alone.

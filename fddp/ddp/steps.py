@@ -15,9 +15,10 @@ A rank whose backward reaches an output but no parameter takes part without grad
 backward reaches no output can't know of the others' step, and they time out. From a forward pass
 until the end of a step through its outputs, any gradient belongs to a step, wherever it comes from,
 because the loss may be computed elsewhere. After that step, gradients belong to a step only if an
-output is reached again, or if they reach a parameter of which no rank had one: the module may have
-kept a tensor that leads there. Such a pass takes a step of its own. Otherwise calling the module
-without its wrapper takes none.
+output is reached again, if the pass runs a node that the forward pass made, or if they reach a
+parameter of which no rank had one: the module may have kept a tensor that leads there. Such a pass
+takes a step of its own. Otherwise calling the module without its wrapper takes none. Nodes are
+known by thread and number, and until the next forward pass after a step.
 
 The hooks are compiled (`BackwardWatch`). The usual pass enters Python at its first gradient and at
 its end only. If a pass is aborted, its graph task frees the end without running it.
@@ -347,7 +348,9 @@ class Steps:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
         if self.work and current_graph_task_id() < 0:
             self.wait_for_work()
+        awaits_step = self._life.expects
         self.note("forward began")
+        self.passes.begin_forward(keep=awaits_step)
         self._reports.look()
         if self.step is None and self.options.arguments.lazy_bucket_allocation:
             self._release_memory()

@@ -30,6 +30,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
         self.reentrant: bool | None = None  # of the checkpoint around the first layer
+        self.kept: Tensor  # of the last forward pass
 
     def forward(self, x: Tensor, leave_out_last: bool = False) -> Tensor:
         if leave_out_last:
@@ -39,7 +40,8 @@ class Model(nn.Module):
         return self.last(checkpoint(self.first, x, use_reentrant=self.reentrant))
 
     def method(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x))
+        self.kept = self.first(x)
+        return self.last(self.kept)
 
 
 def batch() -> Tensor:
@@ -105,6 +107,14 @@ def alternating_wrappers(ddp: Any) -> tuple[str, ...]:
     return ALL
 
 
+def tensor_kept_by_the_module(ddp: Any) -> tuple[str, ...]:
+    ddp.module.method(batch())
+    kept = ddp.module.kept
+    step(ddp)
+    (kept + ddp.module.method(batch()).sum()).sum().backward()
+    return ALL
+
+
 def checkpointed_method(ddp: Any) -> tuple[str, ...]:
     checkpoint(ddp.module.method, batch(), use_reentrant=False).sum().backward()
     return ALL
@@ -144,6 +154,7 @@ LOCAL = [
     second_forward_not_wrapped,
     second_loss_on_the_parameters,
     alternating_wrappers,
+    tensor_kept_by_the_module,
     checkpointed_method,
     reentrant_checkpoint,
     last_micro_batch_without_the_wrapper,
@@ -203,6 +214,11 @@ def checkpoints(ddp: Any) -> None:
         step(ddp)
 
 
+def tensor_kept_by_the_forward(ddp: Any) -> None:
+    ddp(batch()).sum().backward(retain_graph=True)
+    ddp.module.kept.sum().backward()
+
+
 def gradients_of_inputs(ddp: Any) -> None:
     x = batch()
     torch.autograd.grad(ddp.module(x).sum(), x)
@@ -258,6 +274,7 @@ MEANT = [
     several_passes_of_one_forward,
     gradient_before_the_output,
     checkpoints,
+    tensor_kept_by_the_forward,
     gradients_of_inputs,
     other_tensors,
     loss_elsewhere_after_forward,
@@ -425,6 +442,7 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "method": lambda ddp, x: ddp.module.method(x),
     "submodule": lambda ddp, x: ddp.module.last(x),
     "checkpoint": lambda ddp, x: checkpoint(ddp, x, use_reentrant=False),
+    "kept": lambda ddp, x: (ddp(x), ddp.module.kept)[1],
     "parameter": lambda ddp, x: ddp.module.last.weight * x.sum(),
 }
 

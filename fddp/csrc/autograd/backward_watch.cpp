@@ -2,7 +2,9 @@
 
 #include <Python.h>
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -16,6 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -174,7 +177,22 @@ BackwardWatch::BackwardWatch(const py::object& driver, py::object gate, const py
       on_output_(std::move(on_output)),
       reports_(std::move(reports)) {}
 
+BackwardWatch::NodeNumber BackwardWatch::next_node() {
+  return {at::RecordFunction::currentThreadId(), at::sequence_number::peek()};
+}
+
+void BackwardWatch::begin_forward(bool keep) {
+  if (!keep) forwards_.clear();
+  has_forwards_ = !forwards_.empty();
+  forward_begin_ = next_node();
+}
+
 py::list BackwardWatch::expect_outputs(const py::list& outputs) {
+  const NodeNumber end = next_node();
+  if (end.first == forward_begin_.first && end.second > forward_begin_.second) {
+    forwards_[forward_begin_] = end.second;
+    has_forwards_ = true;
+  }
   return hook_outputs(outputs, [&](const at::Tensor& output) {
     return std::make_unique<OutputHook>(weak_from_this(), output.output_nr());
   });
@@ -251,6 +269,30 @@ void BackwardWatch::reach_first_grad() const {
   if (!found.is_none()) found.attr("on_first_grad")(distributed_context());
 }
 
+bool BackwardWatch::may_reach_kept_tensors() const {
+  return has_forwards_ && examined_pass_ != torch::autograd::get_current_graph_task_id();
+}
+
+void BackwardWatch::reach_kept_tensors() {
+  const bool is_local = end_ != nullptr || !allowed_pass_.expired() || !py::bool_(gate_.attr("is_on"));
+  if (!is_local && runs_forward_nodes()) reach_output();
+  examined_pass_ = torch::autograd::get_current_graph_task_id();
+}
+
+bool BackwardWatch::runs_forward_nodes() const {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto* const info = torch::autograd::get_current_graph_task_exec_info();
+  if (nodes == nullptr || info == nullptr) return false;
+  return std::any_of(nodes->begin(), nodes->end(), [&](torch::autograd::Node* node) {
+    const auto next = forwards_.upper_bound({node->thread_id(), node->sequence_nr()});
+    if (next == forwards_.begin()) return false;
+    const auto& [first, end] = *std::prev(next);
+    if (first.first != node->thread_id() || node->sequence_nr() >= end) return false;
+    const auto given = info->find(node);
+    return info->empty() || (given != info->end() && given->second.should_execute());
+  });
+}
+
 // Return true if a pass may take the step without a decision of the driver. No other thread runs
 // Python in between, because nothing here releases the GIL.
 bool BackwardWatch::is_usual() const {
@@ -278,6 +320,7 @@ void bind_backward_watch(py::module_& m) {
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
       .def(py::init<py::object, py::object, py::object, py::object, py::object>(), py::arg("driver"), py::arg("gate"),
            py::arg("lock"), py::arg("on_output"), py::arg("reports"))
+      .def("begin_forward", &BackwardWatch::begin_forward, py::arg("keep"))
       .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"))
       .def("allow_outputs", &BackwardWatch::allow_outputs, py::arg("outputs"))
       .def("reach_allowed_output", [](BackwardWatch& watch, const at::Tensor& grad) { watch.reach_allowed_output({grad}); },

@@ -13,7 +13,9 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -31,6 +33,10 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // `reports` has methods `report` and `refuse_early_use`, for gradients that are in no step.
   BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output,
                 py::object reports);
+
+  // Note that a forward pass begins in this thread, which `expect_outputs` ends if it takes a step. Forget
+  // earlier ones, unless `keep`.
+  void begin_forward(bool keep);
 
   // Hook outputs of a forward pass. Return those outputs that are leaves. They are not hooked, because
   // the caller has to remove their hooks.
@@ -77,6 +83,13 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void reach_allowed_output(const torch::autograd::variable_list& grads);
   void reach_output();
   void reach_first_grad() const;
+
+  // Take the running pass as one that has reached an output, if it runs nodes that a forward pass made: the
+  // module may have kept a tensor that leads there.
+  void reach_kept_tensors();
+
+  // Return true if `reach_kept_tensors` may have an effect, which it has once in a pass.
+  bool may_reach_kept_tensors() const;
   const py::object& on_output() const { return on_output_; }
 
  private:
@@ -85,6 +98,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   py::object driver() const { return driver_(); }  // or None
   void queue_end(py::object driver);
   void report_local(const std::vector<size_t>& leaves);
+  bool runs_forward_nodes() const;
   bool is_usual() const;
   bool is_unlocked() const;
 
@@ -99,6 +113,13 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   int news_ = kNothing;
   double reached_s_ = std::numeric_limits<double>::infinity();
   EndOfBackward* end_ = nullptr;  // queued, and owned by the graph task
+  // Nodes are numbered by thread in the order in which they are made.
+  using NodeNumber = std::pair<uint64_t, uint64_t>;  // thread, number
+  static NodeNumber next_node();
+  NodeNumber forward_begin_{};                // of the running forward pass
+  std::map<NodeNumber, uint64_t> forwards_;  // first node of each forward pass, and the number after its last
+  std::atomic<bool> has_forwards_{false};
+  std::atomic<int> examined_pass_{-1};  // graph task that `reach_kept_tensors` has examined
   // Owned by the graph task of a pass.
   std::weak_ptr<const bool> allowed_pass_;            // it has reached an output of `allow_outputs`
   std::weak_ptr<std::vector<size_t>> local_leaves_;  // they have local gradients

@@ -248,13 +248,16 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
 
   void before_accumulation(size_t leaf) {
     defer_hooks(leaf);  // users may add hooks at any time
+    bool opens = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const bool is_awaited = !awaited_.empty() && awaited_[leaf];
-      if (in_step_ || !(is_awaited || watch_->awaits_gradients())) return;
+      if (in_step_) return;
+      opens = watch_->awaits_gradients() || (!awaited_.empty() && awaited_[leaf]);
+      if (!opens && !watch_->may_reach_kept_tensors()) return;
     }
     const PythonEntry python;
-    watch_->reach_first_grad();
+    if (!opens) watch_->reach_kept_tensors();
+    if (opens || watch_->awaits_gradients()) watch_->reach_first_grad();
   }
 
   // `is_undefined`: what autograd passed to the leaf is.
