@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
 
 from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
@@ -46,6 +49,13 @@ class StepHandle:
         self._results: Any = None
         self._error: BaseException | None = None
         self._step: Step | None = step  # None once a thread ends it
+        # Streams of the accelerators on which the step was begun. It ends there, as it uses memory of
+        # theirs, and those of `wait` wait for them.
+        self._streams = [
+            torch.accelerator.current_stream(device)
+            for device in {*step.devices.values()}
+            if device.type not in ("cpu", "meta")
+        ]
         # Held while a thread ends the step, for which others wait. Reentrant: a signal handler or a
         # communication hook may close the `GradSync` meanwhile.
         self._ending = threading.RLock()
@@ -93,7 +103,8 @@ class StepHandle:
                 return
             self._engine.note_in_flight(None)
             try:
-                self._results = step.begin_result, self._engine.finish(step).leaves
+                with _on_streams(self._streams):
+                    self._results = step.begin_result, self._engine.finish(step).leaves
                 self.state = tuple(step.hook_states)
             except BaseException as error:
                 self._error = error
@@ -102,6 +113,17 @@ class StepHandle:
 
     def __repr__(self) -> str:
         return f"StepHandle(is_done={self.is_done})"
+
+
+@contextmanager
+def _on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make streams the current ones, for which those before wait at the end."""
+    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    with ExitStack() as stack:
+        for outer, stream in zip(before, streams, strict=True):
+            stack.callback(outer.wait_stream, stream)
+            stack.enter_context(stream)
+        yield
 
 
 def start_step(
