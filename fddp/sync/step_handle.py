@@ -49,8 +49,8 @@ class StepHandle:
         self._results: Any = None
         self._error: BaseException | None = None
         self._step: Step | None = step  # None once a thread ends it
-        # Streams of the accelerators on which the step was begun. It ends there, as it uses memory of
-        # theirs, and those of `wait` wait for them.
+        # Streams of the accelerators on which the step was begun. It ends there, as it uses memory
+        # of theirs, and those of `wait` wait for them.
         self._streams = [
             torch.accelerator.current_stream(device)
             for device in {*step.devices.values()}
