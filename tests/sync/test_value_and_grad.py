@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.sync import engine as engines
@@ -376,3 +377,26 @@ def test_a_step_ends_once() -> None:
             engine.finish(steps[0])
         assert not engine.last_failed
         assert sync({"w": torch.ones(3)})["w"].tolist() == [1.0] * 3
+
+
+def test_earlier_micro_batches_count_once_beside_late_gradients() -> None:
+    """Each further use of `w` gives a gradient of its own, late where the step before had fewer."""
+
+    def loss(p: Any, uses: int) -> Tensor:
+        y = p["a"] * 1
+        for _ in range(uses):
+            y = checkpoint(lambda v: v * p["w"], y, use_reentrant=True)
+        return y.sum()
+
+    def run(group: Any) -> None:
+        params = {"a": torch.full((2,), 2.0), "w": torch.full((2,), 3.0)}
+        earlier = fddp.tree_map(lambda p: torch.full_like(p, 10.0), params)
+        with fddp.GradSync(params, group=group, bucket_cap_mb=1e-6, first_bucket_mb=1e-6) as sync:
+            step = sync.value_and_grad(loss, with_info=True)
+            for uses, repaired in (1, False), (2, True), (3, True), (3, False):
+                _, grads, info = step(params, uses, accumulated=(earlier, 1.0))
+                own = 2.0 * uses * 3.0 ** (uses - 1)
+                assert grads["w"].tolist() == [(own + 10.0) / 2] * 2
+                assert bool(info.repaired) == repaired
+
+    fddp.loopback(2, run)
