@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
 _MAX_WORKS = 256  # works remembered before finished ones are removed
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
-_GLOO = {"cpu": "gloo"}
 
 
 class C10dTransport(Transport):
@@ -518,7 +517,9 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     none for the CPU, gloo carries what the host reads, which would wait for the device there."""
     config = dist.get_backend_config(group)
     backends = dict(entry.split(":", 1) for entry in config.split(","))
-    return backends if "cpu" in backends or not dist.is_gloo_available() else backends | _GLOO
+    if "cpu" not in backends and dist.is_gloo_available():
+        backends["cpu"] = "gloo"
+    return backends
 
 
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -35,7 +35,7 @@ class Process(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What this rank sees at the PID of a process now."""
+    """State of the PID of a process as this rank sees it now."""
 
     exists: bool
     state: str = ""  # "" if unknown, as are the others
