@@ -196,6 +196,10 @@ def _others(fault: Fault, kept: str, error: Error) -> list[str]:
         named = f"rank {fault.rank} failed at step {error.at_step}" in error.text
         right = error.kinds[0] == "PeerError" and named
         return [] if right else [f"no PeerError that names it: {error.kinds[0]}: {error.text}"]
+    if fault.stage == "construction" and error.kinds[0] == "PeerError":
+        # What leaves the constructor of a rank is reported to the others, which open theirs.
+        named = f"rank {fault.rank} failed: " in error.text
+        return [] if named else [f"a PeerError that does not name it: {error.text}"]
     if error.at_step < 0 and fault.kind not in ENDS:  # what lives and is not there yet may come
         kinds: Sequence[str] = ("RankLostError", "SyncTimeoutError")
     else:
