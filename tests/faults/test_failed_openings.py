@@ -95,6 +95,32 @@ def test_the_next_opening_works(backend: str) -> None:
     check(first.result, second.result)
 
 
+def fail_while_others_open(rank: int, world_size: int, transport: Any) -> Any:
+    group = dist.new_group(backend="gloo")
+    options: Any = {"group": group, "timeout_s": 20.0, "transport": transport}
+
+    def loss(params: dict[str, Any]) -> Any:
+        if rank == 0:
+            raise ArithmeticError("a bad batch")
+        return fddp.pmean(params["w"].sum(), group)  # opens a communicator
+
+    with fddp.GradSync(LEAVES, **options) as sync:
+        failed = ending(lambda: sync.value_and_grad(loss)(LEAVES))
+        total = sync(LEAVES)["w"].sum().item()
+    with fddp.GradSync(LEAVES, **options) as sync:
+        totals = total, sync(LEAVES)["w"].sum().item(), fddp.pmean(torch.ones(()), group).item()
+    return failed, totals
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_step_that_fails_while_others_open_an_operator(ranks: RankPool, transport: str) -> None:
+    (own, totals), (other, others) = ranks.run(2, fail_while_others_open, transport)
+    assert own.kinds[0] == "ArithmeticError"
+    assert other.kinds[0] == "PeerError"
+    assert "rank 0 failed: ArithmeticError: a bad batch" in other.text
+    assert totals == others == (3.0, 3.0, 1.0)
+
+
 def create_again(rank: int, world_size: int) -> Any:
     seen: dict[str, tuple[Ending, float]] = {}
     for error in ERRORS:

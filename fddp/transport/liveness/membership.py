@@ -41,9 +41,9 @@ class Membership:
 
     [Note: openings end alike] A rank whose wait times out gives up, and a late rank must not
     consider it present. Each opening therefore ends in one atomic write, "go" or "stop", which all
-    ranks obey. Late ranks skip an opening that was stopped after a time limit, and raise where a
-    rank has reported a failure. Ranks that failed to open a transport together are thus matched at
-    their next attempt.
+    ranks obey. Late ranks skip an opening that was stopped after a time limit, or because they had
+    failed a step, and raise where a rank has reported another failure. Ranks that failed to open a
+    transport together are thus matched at their next attempt.
 
     [Note: one key for all ranks] The rank that arrives last sets a key, and the others poll this
     key alone. If each polled the keys of all, the store would look up a number of keys that grows
@@ -95,7 +95,8 @@ class Membership:
             count = in_time(self._group_store).add(f"fddp/opened/{self._rank}", 1)
             self.store, self.count = self._group_store.prefixed(f"fddp/{count}"), count
             if in_time(self.store).check(["outcome"]):
-                if self.failed():
+                # Ranks that were only notified had learned of a step that failed elsewhere.
+                if any(one.verdict != "notified" for one in self.reports(0.0).values()):
                     raise PeerFailureError("another rank reported a failure")
                 on_stopped()
                 continue
