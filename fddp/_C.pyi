@@ -507,6 +507,7 @@ class StepProgram:
         has_views: bool,
         limb_bits: int,
         limbs: int,
+        defers_report: bool,
     ) -> None: ...
 
 class StepCalls:
@@ -567,7 +568,11 @@ class Executor(BucketListener):
     @property
     def is_regular(self) -> bool:
         """True if the report is that of regular words: nothing is repaired, and results need no
-        factor."""
+        factor. Of a deferred report that is assumed, until it has been read."""
+
+    @property
+    def has_report(self) -> bool:
+        """True if the report has been read."""
 
     @property
     def gives_views(self) -> bool:
@@ -594,6 +599,9 @@ class Executor(BucketListener):
     def leave_to_python(self) -> None:
         """Pack by functions of Python from now on, and send no regular word."""
 
+    def release(self) -> None:
+        """Release gradients and buffers. Only the control word is kept, for `settle`."""
+
     def set_buffer(self, bucket: int, buffer: Tensor) -> None:
         """Set the memory of a bucket."""
 
@@ -606,6 +614,9 @@ class Executor(BucketListener):
         Raises:
             BaseException: the error of an instruction, now or during backward; with `FREE` only.
         """
+
+    def settle(self) -> None:
+        """Read a deferred report, unless that has happened. Raises what comes of it."""
 
     def drain(self) -> None:
         """Wait for all collectives in flight."""

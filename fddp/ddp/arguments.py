@@ -24,7 +24,9 @@ from fddp.core.text import choice_text, counted
 from fddp.ddp.local_gradients import LocalGradients
 from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
+from fddp.runtime.agreement import ReportTime
 from fddp.runtime.nonfinite import Policy
+from fddp.sync.request import check_report
 from fddp.transport import LoopbackGroup, TransportName, default_group
 
 STATIC_FINDS_UNUSED = (
@@ -77,6 +79,7 @@ class Arguments:
     lazy_bucket_allocation: bool = False
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
+    report: ReportTime = "now"
     virtual_ranks: int | None = None
     local_gradients: LocalGradients = "warn"
 
@@ -214,6 +217,20 @@ def check_policy(policy: Policy, *, delays: bool) -> None:
             f"parameters with a delayed all-reduce are averaged separately, and could be neither "
             f"checked nor skipped with the others; leave out one of the two"
         )
+
+
+def check_report_time(arguments: Arguments) -> None:
+    """Raise a ValueError if `report` is unknown, or an argument needs reports before results."""
+    report = arguments.report
+    if report not in get_args(ReportTime):
+        raise ValueError(choice_text("report", report, get_args(ReportTime)))
+    check_report(report, hook=None, nonfinite=arguments.nonfinite)
+    for name in ("find_unused_parameters", "skip_all_reduce_unused_params"):
+        if report == "next" and getattr(arguments, name):
+            raise ValueError(
+                f"{name} and report='next' can't be combined: which parameters are used on other "
+                f"ranks is known when the report is read; leave out one of the two"
+            )
 
 
 def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:

@@ -156,6 +156,7 @@ class Recorder:
     def record_step(self, outcome: Outcome, backward_s: tuple[float, float]) -> None:
         """Record a step that was measured, with the times at which its backward began and ended."""
         step, program = outcome.step, outcome.step.program
+        assert outcome.report is not None  # was read for the record
         idle = step.idle - set(outcome.report.late)
         self.record(
             make_info(outcome, backward_s, begun_s=self.forward_start_s),

@@ -84,6 +84,7 @@ class ModuleRequest:
             deterministic=arguments.virtual_ranks is not None,
             virtual_ranks=arguments.virtual_ranks,
             nonfinite=arguments.nonfinite,
+            report=arguments.report,
         )
 
 

@@ -51,6 +51,7 @@ from fddp.core.protocol.lifecycle import (
     Life,
     advance,
 )
+from fddp.core.schedule.schedule import summands
 from fddp.ddp.arguments import Options, Settings
 from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
 from fddp.ddp.debug_logs import log_rebuilt
@@ -716,7 +717,8 @@ class Steps:
         else:
             self.skipped = self._outcome.skipped
             self.engine.note_arrivals(self.step.contributions)
-            return "reported repair" if self._outcome.report.late else "reported regular"
+            report = self._outcome.report
+            return "reported repair" if report is not None and report.late else "reported regular"
         if isinstance(self._error, ParametersChangedError) and self._life.name == "complete":
             try:
                 self._replace_engine()
@@ -747,12 +749,15 @@ class Steps:
                 param.grad = None
         hooks.reset_used()
         self._reports.settle()
+        # Without a report, all ranks have used all.
+        everyone = [summands(program.schedule)] * len(program.plan.reduced)
+        users = everyone if report is None else report.users
         is_partial = len(self._here) < len(self.parameters.names)
-        if is_partial and 0 in report.users and self.micro_batches is None:
-            hooks.await_gradients([users == 0 for users in report.users])
+        if is_partial and 0 in users and self.micro_batches is None:
+            hooks.await_gradients([count == 0 for count in users])
         if self.work:
             self.wait_for_work()
-        self.usage.note(ParameterUse(self._here, self.parameters.by_name(report.users)))
+        self.usage.note(ParameterUse(self._here, self.parameters.by_name(users)))
         if step.record_time:
             backward_s = min(self.passes.reached_s, self._begun_s), self._ended_s or self._begun_s
             self.recorder.record_step(outcome, backward_s)

@@ -37,6 +37,7 @@ from fddp.ddp.arguments import (
     Options,
     Settings,
     check_policy,
+    check_report_time,
     checked,
     group_of,
     managed,
@@ -62,6 +63,7 @@ from fddp.ddp.torch_private import to_kwargs
 from fddp.hooks import Hook, TorchHook, builtin
 from fddp.native import extension
 from fddp.native.untraced import untraced
+from fddp.runtime.agreement import ReportTime
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.sync.engine import Engine
@@ -128,6 +130,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             on all ranks: it sets every synchronised `.grad` to None, so that optimizers skip it,
             and `skipped` to True. "raise" raises `NonFiniteError` on every rank, with the names of
             ranks and parameters.
+        report: as for `GradSync`. Not an argument of torch's class. With "next", the report of a
+            step is read in the next forward pass outside of `no_sync`, or by `check`, and every
+            step uses all parameters on all ranks.
         virtual_ranks: as for `GradSync`. Not an argument of torch's class. A step has one backward
             pass for each of `carried_ranks`, all but the last within `no_sync`, and gradients that
             were cleared before (`zero_grad()`); it sets `.grad` to the mean over virtual ranks.
@@ -184,6 +189,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         *,
         transport: TransportName = "auto",
         nonfinite: Policy = "propagate",
+        report: ReportTime = "now",
         virtual_ranks: int | None = None,
         local_gradients: LocalGradients = "warn",
     ) -> None:
@@ -193,6 +199,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Joinable.__init__(self)
         self.process_group = group_of(arguments)
         check_policy(nonfinite, delays=delays)
+        check_report_time(arguments)
         check_local_gradients(local_gradients)
         try:
             if virtual_ranks is not None:
@@ -491,8 +498,14 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             RankLostError, SyncTimeoutError: a rank is lost, has left the block with an error, or
                 is late; inside.
             RuntimeError: a rank has no input left and `throw_on_early_termination` is set; inside.
-            ValueError: the wrapper has virtual ranks.
+            ValueError: the wrapper has virtual ranks, or `report="next"`.
         """
+        if self._options.arguments.report == "next":
+            raise ValueError(
+                "join() and report='next' can't be combined: a rank without inputs contributes "
+                "nothing, which the report has to say before results are used; make the wrapper "
+                "with report='now'"
+            )
         if self._options.arguments.virtual_ranks is not None:
             raise ValueError(
                 "join() and virtual_ranks can't be combined: ranks without inputs would leave out "
@@ -677,6 +690,15 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     _root_copy_hook = _module_wait_for_copy_hook = refused
 
     # Plan, times and logging data
+
+    @entrance
+    def check(self) -> None:
+        """Read the report of the last step, under `report="next"`; otherwise do nothing.
+
+        As `GradSync.check`.
+        """
+        if self._steps.is_open:
+            self._steps.engine.check()
 
     @property
     def plan(self) -> BucketPlan:

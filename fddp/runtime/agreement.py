@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves, rebucket
@@ -31,6 +31,9 @@ from fddp.hooks.hook import Hook
 from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
 
+ReportTime: TypeAlias = Literal["now", "next"]
+"""When the report of a step is read: before its results are used, or before the next step."""
+
 _SUMMARY: Schema = AnyOf(
     (
         {"failure": str},
@@ -48,6 +51,7 @@ _SUMMARY: Schema = AnyOf(
             "deterministic": bool,
             "virtual_ranks": optional(int),
             "nonfinite": str,
+            "report": str,
             "leaves": str,
             "plan": str,
         },
@@ -97,6 +101,7 @@ class SyncConfig:
         deterministic: True if the topology alone determines the association of sums.
         virtual_ranks: number of virtual ranks, which then alone determines it; None for none.
         nonfinite: policy for steps with non-finite numbers.
+        report: when the report of a step is read.
     """
 
     plan: BucketPlan
@@ -112,6 +117,7 @@ class SyncConfig:
     deterministic: bool = False
     virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
+    report: ReportTime = "now"
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """Return the plan for a measured order of gradients."""
@@ -151,6 +157,7 @@ class SyncConfig:
             "deterministic": self.deterministic,
             "virtual_ranks": self.virtual_ranks,
             "nonfinite": self.nonfinite,
+            "report": self.report,
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }

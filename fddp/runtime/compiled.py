@@ -108,6 +108,7 @@ class CompiledProgram:
             has_views=self.has_views,
             limb_bits=program.control.limb_bits,
             limbs=program.control.fields["fingerprint"].stop,
+            defers_report=program.defers_report,
         )
 
     def _instr(self, position: int) -> Instr:
@@ -131,11 +132,12 @@ class CompiledProgram:
             guard = "late"
         elif op.kind != "control" and not is_carrier:
             guard = "unless idle" if op.kind in LAUNCHED else "if used"
+        needs_report = position >= program.first_repair or op.kind in ("gather", "unpack")
         return extension.compiled.Instr(
             kind=kind,
             guard=guard,
             is_native=is_native,
-            needs_report=position >= program.first_repair or op.kind in ("gather", "unpack"),
+            needs_report=needs_report and not program.defers_report,
             bucket=op.bucket,
             start=start,
             stop=stop,

@@ -100,6 +100,10 @@ class Contributions:
         """For each bucket, True if a gradient arrived after it was packed."""
         return [False] * len(program.plan.buckets)
 
+    def release(self) -> None:
+        """Release the gradients, which are packed."""
+        self.leaves = self.accumulated = None
+
     def local(self, program: Program) -> dict[int, Tensor | None]:
         """Results of leaves that are not reduced: this rank's own gradients, if it has a weight."""
         plan, own = program.plan, self.leaves

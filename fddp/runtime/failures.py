@@ -98,15 +98,35 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
         error.args = (f"{where}: {error}", *error.args[1:])
 
 
-def peer_error(step: int, failures: Mapping[int, str]) -> PeerError:
-    """Return the error of ranks that did not fail, with the texts of those that did."""
+def peer_error(step: int, failures: Mapping[int, str], *, returned: bool = False) -> PeerError:
+    """Return the error of ranks that did not fail, with the texts of those that did.
+
+    Args:
+        returned: True if results of the step were returned before its report.
+    """
     lines = [f"rank {rank} failed at step {step}: {text}" for rank, text in failures.items()]
     advice = "no gradients were produced on any rank; the group is in step and can go on"
+    if returned:
+        advice = f"{_RETURNED}; the group is in step and can go on"
     return PeerError("; ".join([*lines, advice]), failures)
 
 
-def desync_error(rank: int, reports: Sequence[StepReport]) -> DesyncError:
-    """Return the error of ranks whose control words belong to different steps or plans."""
+_RETURNED = (
+    "results of this step, which report='next' has returned before, are no mean over ranks: go "
+    "back to parameters and state from before it"
+)
+
+
+def desync_error(
+    rank: int, reports: Sequence[StepReport], *, returned: bool = False
+) -> DesyncError:
+    """Return the error of ranks whose control words belong to different steps or plans; `returned`
+    as for `peer_error`."""
+    error = _desync_error(rank, reports)
+    return DesyncError(f"{error}; {_RETURNED}") if returned else error
+
+
+def _desync_error(rank: int, reports: Sequence[StepReport]) -> DesyncError:
     mine = reports[rank]
     other = next((r for r, report in enumerate(reports) if report[:2] != mine[:2]), None)
     if other is None:

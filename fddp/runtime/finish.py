@@ -2,6 +2,16 @@
 
 The executor walks the list to its end. On the way it calls `write_word`, unless the control word is
 a regular one, and `read_report`, unless its sum is: that decides on repairs or failure.
+
+[Note: deferred reports]
+The control word of a step in which every rank contributes all leaves with weight 1 only confirms
+what all ranks did. With `report="next"` such steps are the only ones, so the list is a straight
+line in which nothing waits for the report, and `finish` returns results before it is there. What is
+no such step fails on this rank (`_unfit_error`), in place of a repair or another factor. `settle`
+reads the report later, always before the next collective of the same transport, so that all ranks
+exchange their errors at the same place. A rank that fails waits there in the step itself. Its next
+call raises the error again, as that of every other rank does: else its loop would be one step
+ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +30,8 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.schedule.schedule import summands
-from fddp.errors import InternalError
+from fddp.core.text import leaf_text
+from fddp.errors import FddpError, InternalError, NoGradientError, WeightError
 from fddp.native import extension
 from fddp.native.executor import Phase
 from fddp.native.layout import Stats
@@ -65,36 +76,70 @@ def finish(step: Step) -> Outcome:
         RankLostError, SyncTimeoutError: the transport failed.
     """
     step.note("backward ended")
-    executor = step.executor
+    executor, program = step.executor, step.program
     try:
         if not step.is_prepared:
             step.prepare()
         try:
             executor.run(Phase.FREE)
             gives_views = executor.gives_views
+            if program.defers_report and step.failure is not None:
+                executor.settle()  # raises
             if gives_views:
                 step.take_views()
+            step.take_regular_report()
             report = step.report
-            assert report is not None
-            if not gives_views or 0 in report.users:
-                step.results.complete(report.used, step.contributions.local(step.program))
+            if not gives_views or (report is not None and 0 in report.users):
+                used = [True] * len(program.plan.reduced) if report is None else report.used
+                step.results.complete(used, step.contributions.local(program))
             if step.check is not None:
                 step.check.check_results(step.transport, step.number)
         except StopStepError:
             return _stopped(step)
     except BaseException as error:
-        position = executor.position
-        op = None if position < 0 else step.program.schedule.ops[position]
-        locate(error, step.program, op, step.number)
+        _locate(step, error)
         raise
     if step.code.hook is not None:
+        assert report is not None
         step.take_states(step.sums.new_states(step.hook_states, report, step.leaves))
-    if sequence := step.program.schedule.sequence:
-        last = step.program.buckets[sequence[-1]].text
+    if sequence := program.schedule.sequence:
+        last = program.buckets[sequence[-1]].text
         step.transport.note_finished(f"{last} of step {step.number}")
     step.release()
-    step.note("reported repair" if report.late else "reported regular")
-    return Outcome(step, step.leaves, report, step.results.stats if step.record_time else None)
+    stats = step.results.stats if step.record_time else None
+    outcome = Outcome(step, step.leaves, report, stats, step.begin_result)
+    if report is None:
+        step.note("results taken")
+        step.keep_word()
+    else:
+        step.note("reported repair" if report.late else "reported regular")
+    return outcome
+
+
+def settle(step: Step) -> ControlReport:
+    """Read the report of a step that gave its results before; see [Note: deferred reports].
+
+    Raises:
+        PeerError, DesyncError, RankLostError, SyncTimeoutError: as `finish`, of that step.
+    """
+    if step.life.name == "failed":
+        failed = {rank: text for rank, text in enumerate(step.failures) if text}
+        raise peer_error(step.number, failed, returned=True)
+    try:
+        step.executor.settle()
+    except BaseException as error:
+        _locate(step, error)
+        raise
+    step.take_regular_report()
+    step.note("reported regular")
+    assert step.report is not None
+    return step.report
+
+
+def _locate(step: Step, error: BaseException) -> None:
+    position = step.executor.position
+    op = None if position < 0 else step.program.schedule.ops[position]
+    locate(error, step.program, op, step.number)
 
 
 def _stopped(step: Step) -> Outcome:
@@ -113,7 +158,8 @@ def _stopped(step: Step) -> Outcome:
     finally:
         del error  # whose traceback refers to this frame
     nothing: list[Tensor | None] = [None] * len(step.leaves)
-    return Outcome(step, nothing, report, Stats(math.nan, False), skipped=True)
+    stats = Stats(math.nan, False)
+    return Outcome(step, nothing, report, stats, step.begin_result, skipped=True)
 
 
 # The control word
@@ -132,6 +178,8 @@ def write_word(step: Step) -> Tensor | None:
         operations.reduce_sparse(step)
     if failure := step.sums.failure():
         step.fail(*failure)
+    if step.program.defers_report and (error := _unfit_error(step)) is not None:
+        step.fail(error)
     word = torch.from_numpy(_own_word(step))
     schedule = step.program.schedule
     carrier = schedule.ops[schedule.control].bucket
@@ -143,17 +191,36 @@ def write_word(step: Step) -> Tensor | None:
     return step.memory(carrier)[bucket.padded_numel :].copy_(word)
 
 
+def _unfit_error(step: Step) -> FddpError | None:
+    """Return the error of contributions that a deferred report does not allow."""
+    program, source = step.program, step.source
+    weights = [source.weight] if step.earlier is None else [source.weight, *step.earlier.weights]
+    if step.failure is not None:
+        return None
+    if unfit := next((weight for weight in weights if weight != 1.0), None):
+        return WeightError(
+            f"the weight is {unfit}, and report='next' takes a weight of 1 on every rank, because "
+            f"results are used before the total weight is known; scale the loss, or pass "
+            f"report='now'"
+        )
+    paths, advice = program.plan.paths, "with report='next' there is no repair; pass report='now'"
+    used = zip(program.plan.reduced, _used(step), strict=True)
+    if missing := next((leaf_text(paths[leaf]) for leaf, flag in used if not flag), None):
+        return NoGradientError(f"{missing} has no gradient, and {advice}")
+    late = zip(program.buckets, source.late(program), strict=True)
+    if found := next((bucket.text for bucket, flag in late if flag), None):
+        return NoGradientError(f"a gradient came after its {found} had been sent, and {advice}")
+    return None
+
+
 def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
     """This rank's control word: the sum of one for each of its summands."""
     layout, source, earlier = step.program.control, step.source, step.earlier
-    used = source.used(step.program)
-    if earlier is not None:
-        used = [bool(flag) for flag in earlier.used | used]
     word = ControlWord(
         fingerprint=step.fingerprint,
         method=step.method,
         weight=source.weight,
-        used=used,
+        used=_used(step),
         late=source.late(step.program),
         has_next=step.has_next,
         nonfinite=not step.executor.is_finite,
@@ -176,6 +243,12 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
             ),
         )
     return total
+
+
+def _used(step: Step) -> Sequence[bool]:
+    """For each reduced leaf, True if this rank contributes to it."""
+    used = step.source.used(step.program)
+    return used if step.earlier is None else [bool(flag) for flag in step.earlier.used | used]
 
 
 def _order(step: Step) -> tuple[int, ...]:
@@ -242,20 +315,26 @@ def _check_report(step: Step, report: ControlReport) -> None:
 def _give_up(step: Step) -> NoReturn:
     """Raise on every rank, after all collectives in flight have finished."""
     step.executor.drain()
-    report = step.report
+    report, returned = step.report, step.life.name == "unread"
     assert report is not None
     method = step.method if step.contributions.weight > 0.0 else Method.NOTHING
     digest = step.program.schedule.shared_digest
-    reports = exchange_reports(step.transport, step.moment, digest, method.text, step.failure_text)
+    own = step.moment, digest, method.text, step.failure_text
+    try:
+        reports = exchange_reports(step.transport, *own)
+    except FddpError as error:
+        if step.failure is not None:  # other ranks may have left without reading the report
+            raise error from step.failure
+        raise
     texts = [report.failure for report in reports]
     step.take_failures(texts)
     step.note("reported failure" if report.agreed else "reported desync")
     if not report.agreed:
-        raise desync_error(step.transport.rank, reports) from step.failure
+        raise desync_error(step.transport.rank, reports, returned=returned) from step.failure
     failed = {rank: text for rank, text in enumerate(texts) if text}
     if step.failure is not None:
         failed.pop(step.transport.rank, None)
         if failed and step.failure.__cause__ is None:  # may be the cause, where a hook waited
-            step.failure.__cause__ = peer_error(step.number, failed)
+            step.failure.__cause__ = peer_error(step.number, failed, returned=returned)
         step.raise_failure()
-    raise peer_error(step.number, failed)
+    raise peer_error(step.number, failed, returned=returned)

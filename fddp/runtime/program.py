@@ -72,12 +72,15 @@ class Program:
         rank: this rank's number.
         with_order: True to send rank 0's ready order in the control word.
         foreign: True if this rank's trees have arrays of another library.
+        defers_report: True if no operation needs the report, which is read after the step; see
+            [Note: deferred reports] in `finish.py`.
     """
 
     schedule: Schedule
     rank: int
     with_order: bool
     foreign: bool = False
+    defers_report: bool = False
 
     @cached_property
     def plan(self) -> BucketPlan:

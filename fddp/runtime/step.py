@@ -148,6 +148,8 @@ class Step:
         self.fingerprint = zlib.crc32(self.moment.encode(), code.seed)
         # Factors on gradients before the sum; `begin` sets others under a raw hook.
         self.scale = program.scale
+        if program.defers_report:  # every rank has weight 1
+            self.after = program.scale.after(program.scale.ranks)
         if nonfinite != "propagate":
             hook = None if code.hook is None else code.hook.hook
             self.check = FiniteCheck(nonfinite, program, self.results, hook, recorder)
@@ -408,10 +410,12 @@ class Step:
         self.report, self.after = report, after
 
     def take_views(self) -> None:
-        """Take slices of the buffers as the results. Their report is that of regular words, if it
-        was read without a call."""
+        """Take slices of the buffers as the results."""
         self.leaves = self.executor.results()
-        if self.report is None and self.regular is not None:
+
+    def take_regular_report(self) -> None:
+        """Take the report of regular words, if it was read without a call."""
+        if self.report is None and self.regular is not None and self.executor.has_report:
             self.report = self.regular.report
 
     def take_states(self, states: Sequence[Any]) -> None:
@@ -434,6 +438,12 @@ class Step:
             self.earlier.release()
         if self.record_time:
             self.log.append((self.arrived, TraceAction("finish")))
+
+    def keep_word(self) -> None:
+        """Drop gradients and results. The control word is kept, whose report is read later."""
+        self.executor.release()
+        self.contributions.release()
+        self.leaves, self.begin_result = [], None
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""
@@ -459,14 +469,16 @@ class Outcome(NamedTuple):
     Attributes:
         step: the step, which has ended.
         leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
-        report: the control word summed over ranks.
+        report: the control word summed over ranks; None if it has not been read.
         stats: squared norm and finiteness of the synchronised gradients; None unless requested.
+        begin_result: result of the caller's function that began the step; see `Engine.run`.
         skipped: True if all ranks skipped the step because of a non-finite number; all leaves are
             then None.
     """
 
     step: Step
     leaves: list[Tensor | None]
-    report: ControlReport
+    report: ControlReport | None
     stats: Stats | None
+    begin_result: Any
     skipped: bool = False

@@ -26,6 +26,7 @@ def make_info(
         begun_s: time at which the forward pass began, if that was before the step was opened.
     """
     step, report = outcome.step, outcome.report
+    assert report is not None
     program, transport = step.program, step.transport
     end_s = time.perf_counter()
     stats = outcome.stats or Stats(math.nan, False)

@@ -86,6 +86,7 @@ class TuneReport:
 
 def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
     """Implement `GradSync.tune`; `call` takes one step."""
+    engine.check()
     _check(engine, rounds)
     for _ in range(_WARM_STEPS):
         _timed(engine, call)

@@ -36,13 +36,13 @@ from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ra
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.donation import donate
-from fddp.runtime.finish import executor_calls
+from fddp.runtime.finish import executor_calls, settle
 from fddp.runtime.finish import finish as finish_step
 from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
 from fddp.runtime.step import Outcome, Step
-from fddp.sync.request import EngineSpec, deterministic_hook_error
+from fddp.sync.request import EngineSpec, check_report, deterministic_hook_error
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
@@ -110,6 +110,9 @@ class Engine:
         # Waits for the step that was started and not awaited, if there is one. Never raises its
         # error: its handle does.
         self.in_flight: Callable[[], object] | None = None
+        # The last step, if the next call raises its errors: only under `report="next"`, where its
+        # report has not been read, or this rank failed.
+        self._unread: Step | None = None
         # True while backward of a step runs, in which no other step may begin.
         self.in_backward = False
         # Arrivals of the last backward pass, by which the next one is expected to be like it.
@@ -160,7 +163,8 @@ class Engine:
             self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
-        program, bound = Program(schedule, rank, with_order, foreign), None
+        defers = self.terms.report == "next"
+        program, bound = Program(schedule, rank, with_order, foreign, defers), None
         if hook is not None:
             program = staged(program, hook)
             if program.schedule is not schedule:
@@ -261,7 +265,7 @@ class Engine:
         Args:
             method: the call that takes the step, on all ranks that contribute.
             begin: passes this rank's contribution to the step, by `Step.begin`. Its result is
-                kept as `Outcome.step.begin_result`. An error fails the step on this rank, and is
+                `Outcome.begin_result`. An error fails the step on this rank, and is
                 raised once all ranks know.
             with_stats: True if times, norm and finiteness are wanted.
             label: text that must be the same on all ranks, beside the number of the step.
@@ -302,6 +306,8 @@ class Engine:
         """
         if self.in_flight is not None:
             self.finish_in_flight()
+        if self._unread is not None:
+            self.check()
         if self.transport.closed_by or self.closed_by:
             self.check_usable()
         if self.in_backward:
@@ -366,27 +372,70 @@ class Engine:
                     outcome = finish_step(step)
             else:
                 outcome = finish_step(step)
-            # The state for the next step follows from the report, and is alike on all ranks.
-            report, program = outcome.report, step.program
             if self.hook_states is not None:
                 self.hook_states = tuple(step.hook_states)
             if self._collected is not None:
                 self._collected.append(step)
-            if self.round is not None:
-                self.round.note(report, program.schedule)
-            if report.order and self.program.control.with_order:
-                order = [program.plan.reduced[slot] for slot in report.order]
-                self.set_plan(self.terms.rebuilt(program.plan, order))
-            if self.terms.skips_unused:
-                self._idle = _unused_buckets(self.program, report)
+            if outcome.report is not None:
+                self._take_report(step.program, outcome.report)
             self.finished = self.step
             self.last_failed = False
         except BaseException as error:
             self._on_failure(step, error)
+            self._note_failed(step)
             raise
         finally:
             self._running.pop(step.number, None)
+        if outcome.report is None:
+            self.check()  # of a step within this one
+            self._unread = step
+            if step.record_time:  # for its `SyncInfo`
+                try:
+                    self.check()
+                finally:
+                    self._note_failed(step)
+                outcome = outcome._replace(report=step.report)
         return outcome
+
+    def check(self) -> None:
+        """Read the report of the last step, if that has not happened, and raise its errors.
+
+        Raises:
+            Exception: as `fddp.runtime.finish.settle`.
+        """
+        step, self._unread = self._unread, None
+        if step is None:
+            return
+        try:
+            with outside_transforms():
+                self._take_report(step.program, settle(step))
+        except BaseException as error:
+            self.last_failed = True
+            self._on_failure(step, error)
+            raise
+        finally:
+            del step  # the traceback refers to this frame
+
+    def _note_failed(self, step: Step) -> None:
+        """Note a step that failed before other ranks have read its report: all raise its error in
+        their next call."""
+        if step.program.defers_report and step.life.name == "failed":
+            step.keep_word()
+            self._unread = step
+
+    def _take_report(self, program: Program, report: ControlReport) -> None:
+        """Update the state for the next step, which is alike on all ranks."""
+        if self.round is not None:
+            self.round.note(report, program.schedule)
+        if report.order and self.program.control.with_order:
+            order = [program.plan.reduced[slot] for slot in report.order]
+            self.set_plan(self.terms.rebuilt(program.plan, order))
+        if self.terms.skips_unused:
+            self._idle = _unused_buckets(self.program, report)
+
+    def forget_report(self) -> None:
+        """Leave the report of the last step unread, where other ranks may not read it."""
+        self._unread = None
 
     def end_interrupted(self, number: int, error: BaseException) -> None:
         """End the steps from a number on that an error, as of a signal handler, has interrupted
@@ -469,9 +518,11 @@ class Engine:
             ValueError: the schedule has no place for it, or is deterministic.
             PlanMismatchError: ranks passed different hooks.
         """
+        self.check()
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
+        check_report(self.terms.report, hook=hook, nonfinite=self.terms.nonfinite)
         self.setup = self._made(self.schedule, hook, self.program.control.with_order)
         self.hook_states = None if hook is None else self.init_states()
 
@@ -540,6 +591,7 @@ class Engine:
 
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""
+        self._unread = None
         self._pool.clear()
         for code in (self.setup.code, self.setup.gathering):
             if code is not None:
@@ -577,6 +629,7 @@ def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:
     """Return True if any rank has input, or an error to report; a collective call."""
+    engine.check()
     entry = engine.recorder.launched("vote", engine.step, 1)
     entry.note_wait()
     votes = engine.transport.exchange(bytes([mine]), "votes")

@@ -12,6 +12,7 @@ from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
 from fddp.core.text import counted
 from fddp.hooks.hook import Hook
+from fddp.runtime.agreement import ReportTime
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.sync.autotune import TuneReport, tune
@@ -72,6 +73,11 @@ class GradSync(TreeSync):
             result is None, `SyncInfo.skipped` is True, and states of hooks and, under `reduce_`,
             the caller's tensors are unchanged. "raise" raises a `NonFiniteError` with ranks and
             leaves on every rank. Local leaves are not checked.
+        report: "now", or "next" to return results before the report of all ranks is read, so that
+            no step waits for other hosts. The report is read before the next step, by `check`, and
+            by `close`, which raise its errors; up to one step's results are used before. Every rank
+            has to contribute all leaves with weight 1: anything else is an error, and there are no
+            repairs. Not with a hook, or with another `nonfinite`.
 
     Attributes:
         title: name of the class, which ranks compare at construction; subclasses have their own.
@@ -115,6 +121,7 @@ class GradSync(TreeSync):
         deterministic: bool = False,
         virtual_ranks: int | None = None,
         nonfinite: Policy = "propagate",
+        report: ReportTime = "now",
     ) -> None:
         request = Request(
             source=named_params(params_or_plan),
@@ -131,6 +138,7 @@ class GradSync(TreeSync):
             deterministic=deterministic,
             virtual_ranks=virtual_ranks,
             nonfinite=nonfinite,
+            report=report,
             title=self.title,
         )
         with outside_transforms(), dump_failures():
@@ -263,6 +271,8 @@ class GradSync(TreeSync):
             [[1.5, 1.5], [1.5, 1.5]]
         """
         self._engine.finish_in_flight()
+        if not self._engine.is_closed:
+            self._engine.check()
         with outside_transforms():
             engine = rebuild_engine(self._engine, resolve_mesh(group, mesh))
         other = copy.copy(self)
@@ -320,11 +330,39 @@ class GradSync(TreeSync):
         return self
 
     @entrance
+    def check(self) -> None:
+        """Read the report of the last step, under `report="next"`; otherwise do nothing.
+
+        To be called before results leave the process, as in a checkpoint. Waits until all ranks
+        have sent their gradients.
+
+        Raises:
+            PeerError, DesyncError: as of the step, whose number the error has.
+            RankLostError, SyncTimeoutError: a rank was lost, or did not take the step.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     params = {"w": torch.zeros(2)}
+            ...     with fddp.GradSync(params, group=group, report="next") as sync:
+            ...         mean = sync({"w": torch.full((2,), 1.0 + group.rank)})
+            ...         sync.check()
+            ...         return mean["w"].tolist()
+            >>> fddp.loopback(2, train)
+            [[1.5, 1.5], [1.5, 1.5]]
+        """
+        self._engine.finish_in_flight()
+        self._engine.check()
+
+    @entrance
     def close(self) -> None:
         """Free the communicator and all memory; a second call does nothing. Waits for a step in
-        flight."""
+        flight, and reads a report that `report="next"` has left, with the errors of `check`."""
         self._engine.finish_in_flight()
-        self._engine.close("close() was called")
+        try:
+            self._engine.check()
+        finally:
+            self._engine.close("close() was called")
 
     def __enter__(self) -> Self:
         return self
@@ -332,5 +370,7 @@ class GradSync(TreeSync):
     @entrance
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._engine.note_in_flight(None)  # other ranks may not have started it
+            # Other ranks may not have started it, or may not read the report.
+            self._engine.note_in_flight(None)
+            self._engine.forget_report()
         self.close()

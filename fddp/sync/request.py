@@ -16,7 +16,7 @@ from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.text import choice_text, counted
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, SyncConfig
+from fddp.runtime.agreement import Rebuild, ReportTime, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology, transport_error
@@ -77,6 +77,7 @@ class Request:
     deterministic: bool = False
     virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
+    report: ReportTime = "now"
     title: str = "GradSync"
 
     @property
@@ -104,7 +105,8 @@ class Request:
                 "algorithm must be a name, got a function; pass GradSync(fddp.make_schedule("
                 "fddp.plan_buckets(tree), topology, algorithm=function))"
             )
-        for name, choices in (("algorithm", Reduction), ("nonfinite", Policy)):
+        options = ("algorithm", Reduction), ("nonfinite", Policy), ("report", ReportTime)
+        for name, choices in options:
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(choice_text(name, getattr(self, name), get_args(choices)))
         if self.hook is not None and not isinstance(self.hook, Hook):
@@ -123,6 +125,7 @@ class Request:
         )
         if is_deterministic and self.hook is not None:
             raise ValueError(deterministic_hook_error(self.hook))
+        check_report(self.report, hook=self.hook, nonfinite=self.nonfinite)
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
@@ -143,6 +146,7 @@ class Request:
             deterministic=is_deterministic,
             virtual_ranks=virtual_ranks,
             nonfinite=self.nonfinite,
+            report=self.report,
         )
 
     def _virtual_ranks(self, world_size: int) -> int | None:
@@ -226,6 +230,22 @@ class Request:
                 + "; make a schedule for the group's topology"
             )
         return topology
+
+
+def check_report(report: ReportTime, *, hook: Hook[Any] | None, nonfinite: Policy) -> None:
+    """Raise a ValueError if an option needs the report before results are used."""
+    if report == "now":
+        return
+    if nonfinite != "propagate":
+        raise ValueError(
+            f"nonfinite={nonfinite!r} decides on results by the report of all ranks, which "
+            f"report='next' reads after they are used; leave out one of the two"
+        )
+    if hook is not None:
+        raise ValueError(
+            f"{hook.name} may fail on one rank, which the report has to say before results are "
+            f"used; leave out the hook, or report='next'"
+        )
 
 
 def deterministic_hook_error(hook: Hook[Any]) -> str:

@@ -15,7 +15,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.core.text import counted, leaf_text
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, SyncConfig
+from fddp.runtime.agreement import Rebuild, ReportTime, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 
@@ -29,6 +29,7 @@ _TERMS: Schema = {
     "deterministic": bool,
     "virtual_ranks": optional(int),
     "nonfinite": AnyOf(get_args(Policy)),
+    "report": AnyOf(get_args(ReportTime)),
     "plan": str,
     "topology": [(str, int)],
     "schedule": optional(str),

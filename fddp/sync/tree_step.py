@@ -45,7 +45,7 @@ def sync_tree(
         lambda step: begin_tree(engine, step, method, grads, weight, state),
         with_stats=with_info,
     )
-    own, treedef = outcome.step.begin_result
+    own, treedef = outcome.begin_result
     in_place = method is Method.REDUCE
     tree = treedef.unflatten(_written(own, outcome.leaves) if in_place else outcome.leaves)
     states = (outcome.step.hook_states,) if method is Method.UPDATE else ()

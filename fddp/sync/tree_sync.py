@@ -203,7 +203,7 @@ class TreeSync:
         """
         self._check_gather(shards)
         outcome = self._engine.run(Method.ALL_GATHER, partial(begin_shards, shards=shards))
-        return outcome.step.begin_result.unflatten(outcome.leaves)
+        return outcome.begin_result.unflatten(outcome.leaves)
 
     @entrance
     @untraced(INSTEAD_IN_A_GRAPH)

@@ -40,7 +40,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
         A batch, a tuple of batches if `every` is above 1, or `EXHAUSTED`.
 
     Raises:
-        ValueError: `every` is below 1.
+        ValueError: `every` is below 1, or the report of a step is read after it.
         UnevenError: a round synchronised more or less often than once.
         Exception: an error of `batches`, in the round of the missing batch; the other ranks raise
             `PeerError`.
@@ -56,6 +56,11 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
         >>> fddp.loopback(2, train)
         [[1.0, 1.0], [1.0, 1.0]]
     """
+    if sync._engine.terms.report == "next":
+        raise ValueError(
+            "each round of fddp.uneven ends by the report of its step, which report='next' reads "
+            "later; make the GradSync with report='now'"
+        )
     items = _grouped(batches, every)
     following = next(items)
     more = any_rank_has_input(sync._engine, following is not EXHAUSTED)

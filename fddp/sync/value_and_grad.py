@@ -130,7 +130,7 @@ class ValueAndGrad:
                 step.transport.enter_step(outer)
 
         outcome = self._engine.run(Method.VALUE_AND_GRAD, begin, with_stats=self._with_info)
-        computed: Computed = outcome.step.begin_result
+        computed: Computed = outcome.begin_result
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
         states = () if hook_state is None else (outcome.step.hook_states,)

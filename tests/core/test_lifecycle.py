@@ -206,11 +206,12 @@ def test_every_order_of_events_keeps_what_a_rank_has_in_hand_in_order() -> None:
     """`executed` and `check_hand` assert the laws: each open step is reported once and released
     once; what was recorded is written, restored or forgotten once; nothing is left in the end."""
     transitions = list(reachable())
-    assert {world.life.name for *_, world in transitions} == {*get_args(State)} - {"armed"}
+    functional = {"armed", "unread"}
+    assert {world.life.name for *_, world in transitions} == {*get_args(State)} - functional
     used = {event for _, event, *_ in transitions} | {
         fault for *_, fault, _ in transitions if fault
     }
-    assert used == {*get_args(Event)} - {"opened", "armed"}
+    assert used == {*get_args(Event)} - {"opened", "armed", "results taken"}
     for world, event, _, following in transitions:
         if event in ABORTS:
             assert not following.is_saved
@@ -227,6 +228,7 @@ IMPOSSIBLE: list[tuple[Iterable[State], list[Event]]] = [
     (BETWEEN, [*ENDS, *ABORTS, *REPORTS, "armed", "failed", "open failed", "left out"]),
     (RUNNING, [*REPORTS, "joined", "left out", "opened"]),
     (RUNNING - {"armed", "open"}, ["failed", "armed", "open failed"]),
+    (["unread"], [*ABORTS, *OUTPUTS, *GRADS, *ENDS, "failed", "reported repair", "results taken"]),
     (["armed"], [*ABORTS, *OUTPUTS, *GRADS, "armed", "left open", "finalized"]),
     (SUSPENDED, [*REPORTS, *GRADS, *ENDS, *ABORTS, "opened"]),
     (OWING, [*REPORTS, *ENDS, *ABORTS, "left out"]),
@@ -261,6 +263,19 @@ functional, lost
   failed            -> open: fail
   backward ended    -> complete: await report
   transport failed  -> broken: abandon, restore, release, raise
+functional, with a deferred report
+  opened            -> open
+  backward ended    -> complete: await report
+  results taken     -> unread: write, release
+  reported regular  -> ended
+  opened            -> open
+  backward ended    -> complete: await report
+  results taken     -> unread: write, release
+  reported failure  -> failed: exchange failures, raise
+  opened            -> open
+  backward ended    -> complete: await report
+  results taken     -> unread: write, release
+  transport failed  -> broken: abandon, raise
 functional, started and awaited
   opened            -> open
   left open         -> suspended: send

@@ -62,13 +62,17 @@ def are_those_of_torch(ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]
 
 
 def test_the_signature_is_that_of_the_installed_torch() -> None:
-    *ours, transport, nonfinite, virtual_ranks, local_gradients = parameters_of(
-        fddp.DistributedDataParallel.__init__
-    )
+    own = {
+        "transport": "auto",
+        "nonfinite": "propagate",
+        "report": "now",
+        "virtual_ranks": None,
+        "local_gradients": "warn",
+    }
+    parameters = parameters_of(fddp.DistributedDataParallel.__init__)
+    ours = parameters[: -len(own)]
     assert are_those_of_torch(ours, parameters_of(TorchDDP.__init__))
-    assert (transport, nonfinite) == (("transport", "auto"), ("nonfinite", "propagate"))
-    assert virtual_ranks == ("virtual_ranks", None)
-    assert local_gradients == ("local_gradients", "warn")
+    assert dict(parameters[-len(own) :]) == own
     with pytest.raises(TypeError, match="positional argument"):
         fddp.DistributedDataParallel(nn.Linear(2, 2), *(value for _, value in ours[1:]), "auto")
 

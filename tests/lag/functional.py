@@ -12,6 +12,7 @@ from fddp import periodic
 from fddp.tree.pytree import tree_map
 from tests.lag.rank import SMALL, Rank, means, slow
 from tests.support.backward_calls import call_in_backward
+from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 
 if TYPE_CHECKING:
@@ -29,6 +30,25 @@ def value_and_grad(rank: Rank) -> None:
             rank.check(grads, means(number))
             rank.check(again, means(number))
             assert info.all_finite
+
+
+def reported_later(rank: Rank) -> None:
+    """Results that are returned before their report, and a step that fails."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, report="next", **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for number in range(3):
+            _, grads = step(params, rank.put(batch(rank.number, number)))
+            assert sync._engine._unread is not None
+            rank.check(grads, means(number))
+        grads = step(params, rank.put(batch(rank.number, 3)))[1]
+        if rank.number == 1:
+            name = next(iter(grads))
+            grads = {**grads, name: dict.fromkeys(grads[name])}
+        failed = ending(lambda: sync(grads)).kinds[0]
+        assert failed == ("NoGradientError" if rank.number == 1 else "no error"), failed
+        assert ending(sync.check).kinds[0] == "PeerError"
+        rank.check(step(params, rank.put(batch(rank.number, 4)))[1], means(4))
 
 
 def mean_of_gradients(rank: Rank) -> None:

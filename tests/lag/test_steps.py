@@ -94,6 +94,32 @@ def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
         assert not any(found.values()), found
 
 
+def ahead_on_rank(rank: int, world_size: int) -> None:
+    lag.load()
+    group = dist.new_group(backend="cpu:gloo,lag:lag")
+    device = torch.device("lag", 0)
+    own = Rank(rank, group, device)
+    params, x = own.put(mlp()), own.put(batch(rank, 0))
+    net = fddp.DistributedDataParallel(module(device)[:1], process_group=group, report="next")
+    y = batch(rank, 0).to(device)
+    with fddp.GradSync(params, group=group, report="next", **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for take in (lambda: step(params, x), lambda: net(y).sum().backward()):
+            for _ in range(
+                12
+            ):  # the first of a wrapper are measured, and read their report at once
+                take()
+            if rank == 1:
+                dist.barrier()  # until the step of rank 0 has returned
+            take()
+            if rank == 0:
+                dist.barrier()
+
+
+def test_with_later_reports_the_host_waits_for_no_other_rank(lagging: str) -> None:
+    run(ahead_on_rank)
+
+
 def buffers_on_rank(rank: int, world_size: int) -> list[str]:
     waits = lag.load()
     group = dist.new_group(backend="cpu:gloo,lag:lag")

@@ -366,6 +366,7 @@ def test_a_list_without_operations_after_the_report_reads_it() -> None:
         has_views=False,
         limb_bits=0,
         limbs=1,
+        defers_report=False,
     )
     called: list[str] = []
 

@@ -2,7 +2,7 @@
 
 `advance` is a table. A functional step goes through a part of it:
 
-    idle -> open -> armed -> complete -> ended | failed | broken
+    idle -> open -> armed -> complete -> [unread ->] ended | failed | broken
 
 A wrapped module goes around, because autograd begins its steps:
 
@@ -50,6 +50,7 @@ State = Literal[
     "dropping",  # Results are dropped.
     "failing",  # This rank reports a failure. Its gradients are already those from before.
     "joining",  # This rank is out of inputs. It contributes nothing, and takes no result.
+    "unread",  # Results were taken before the report is there.
 ]
 
 Event = Literal[
@@ -82,6 +83,7 @@ Event = Literal[
     "write failed",
     "interrupted",  # An action did not end. Ranks may no longer agree on the next collective.
     "transport failed",
+    "results taken",  # The report is read later, before the next collective.
     "reported regular",
     "reported repair",
     "reported change",  # The parameters have changed on all ranks.
@@ -327,6 +329,15 @@ _ROWS: Mapping[State, _Rows] = {
         "open failed": ("idle", ("restore", "release", "raise")),
         # All ranks have made a new plan for parameters that changed.
         "reported change": ("complete", ("open", "arm", "await report")),
+        "results taken": ("unread", ("write", "release")),
+    },
+    "unread": {
+        "reported regular": ("ended", ()),
+        **dict.fromkeys(
+            ("reported failure", "reported desync"), ("failed", ("exchange failures", "raise"))
+        ),
+        "transport failed": ("broken", ("abandon", "raise")),
+        "closed": ("broken", ("abandon",)),
     },
     "dropping": {
         **_awaiting("dropping", ("restore",), ("restore",)),

@@ -121,6 +121,16 @@ void Executor::leave_to_python() {
   regular_.reset();
 }
 
+void Executor::release() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const py::gil_scoped_acquire gil;
+  leaves_ = py::object();
+  sources_.clear();
+  counter_.reset();
+  packs_leaves_ = false;
+  buffers_.assign(buffers_.size(), at::Tensor());
+}
+
 void Executor::set_buffer(int64_t bucket, at::Tensor buffer) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   buffers_.at(bucket) = std::move(buffer);
@@ -173,7 +183,13 @@ void Executor::advance(Phase phase) {
       // Moved first: a gradient that arrives meanwhile must not repeat the instruction.
       execute(static_cast<int64_t>(cursor_++));
     }
-    if (phase == Phase::kFree && !has_report_) read_report();
+    if (phase == Phase::kFree && !has_report_) {
+      if (program_->defers_report) {
+        compare_early();
+      } else {
+        read_report();
+      }
+    }
     position_ = -1;
   } catch (...) {
     error_ = std::current_exception();
@@ -317,6 +333,7 @@ void Executor::write_word(int64_t b) {
   }
   word_ = b < 0 ? at::empty_like(regular_)
                 : memory(b).narrow(0, program_->buckets[b].padded_numel, regular_.numel());
+  is_regular_ = program_->defers_report;
   TORCH_CHECK_TYPE(word_.scalar_type() == regular_.scalar_type(), "a control word has another dtype than its bucket");
   with_number_type(word_, [&](auto number) {
     write_values(static_cast<decltype(number)*>(word_.data_ptr()), regular_, *program_, fingerprint_);
@@ -339,6 +356,19 @@ void Executor::read_report() {
   is_regular_ = found.second;
   if (!found.first.empty()) late_.resize(program_->buckets.size());
   for (const int64_t bucket : found.first) late_.at(bucket) = true;
+}
+
+// A word behind a bucket has been reduced with it, and its memory is about to return to the pool.
+void Executor::compare_early() {
+  const Launch* const launch = launch_at(program_->summed_word);
+  if (launch != nullptr && launch->pending) return;
+  has_report_ = regular_.defined() && is_sum_of_regular_words();
+  if (!has_report_) word_ = word_.clone();
+}
+
+void Executor::settle() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!has_report_ && !has_failed_) read_report();
 }
 
 bool Executor::is_sum_of_regular_words() const {
@@ -468,13 +498,14 @@ void bind_executor(py::module_& m) {
   py::class_<StepProgram, std::shared_ptr<StepProgram>>(m, "StepProgram")
       .def(py::init([](std::vector<Instr> instrs, std::vector<StepBucket> buckets, int64_t leaves,
                        int64_t last_bucket, int64_t summed_word, int64_t world_size, bool average, bool has_views,
-                       int64_t limb_bits, int64_t limbs) {
+                       int64_t limb_bits, int64_t limbs, bool defers_report) {
              return std::make_shared<StepProgram>(StepProgram{std::move(instrs), std::move(buckets), leaves,
                                                               last_bucket, summed_word, world_size, average, has_views,
-                                                              limb_bits, limbs});
+                                                              defers_report, limb_bits, limbs});
            }),
            py::arg("instrs"), py::arg("buckets"), py::arg("leaves"), py::arg("last_bucket"), py::arg("summed_word"),
-           py::arg("world_size"), py::arg("average"), py::arg("has_views"), py::arg("limb_bits"), py::arg("limbs"));
+           py::arg("world_size"), py::arg("average"), py::arg("has_views"), py::arg("limb_bits"), py::arg("limbs"),
+           py::arg("defers_report"));
   py::class_<StepCalls, std::shared_ptr<StepCalls>>(m, "StepCalls")
       .def(py::init([](py::object run, py::object fail_pack, py::object write_word, py::object read_report) {
              return std::make_shared<StepCalls>(StepCalls{std::move(run), std::move(fail_pack), std::move(write_word),
@@ -496,12 +527,14 @@ void bind_executor(py::module_& m) {
       .def("pack_counted", &Executor::pack_counted, py::arg("counter").none(false), py::arg("factor"))
       .def("set_regular_word", &Executor::set_regular_word, py::arg("values"), py::arg("fingerprint"))
       .def("leave_to_python", &Executor::leave_to_python, Released())
+      .def("release", &Executor::release, Released())
       .def("set_buffer", &Executor::set_buffer, py::arg("bucket"), py::arg("buffer"), Released())
       .def("buffer", &Executor::buffer, py::arg("bucket"), Released())
       .def("run", torch::wrap_pybind_function_no_gil([](Executor& self, int64_t phase) {
              self.run(static_cast<Phase>(phase));
            }),
            py::arg("phase"))
+      .def("settle", torch::wrap_pybind_function_no_gil([](Executor& self) { self.settle(); }))
       .def("drain", torch::wrap_pybind_function_no_gil([](Executor& self) { self.drain(); }))
       .def("word", &Executor::word, Released())
       .def("buffers", [](const Executor& self) { return to_list(self.buffers()); })
@@ -510,6 +543,7 @@ void bind_executor(py::module_& m) {
       .def_property_readonly("is_finite", &Executor::is_finite)
       .def_property_readonly("may_overflow", &Executor::may_overflow)
       .def_property_readonly("is_regular", &Executor::is_regular)
+      .def_property_readonly("has_report", &Executor::has_report)
       .def_property_readonly("gives_views", &Executor::gives_views)
       .def_property_readonly("position", &Executor::position)
       .def("ready_s", &Executor::ready_s, Released())

@@ -8,6 +8,9 @@
 // which operations run. A regular control word, that of a rank which contributes all gradients with
 // weight 1, is written and compared here, and a sum of regular words is a report without repairs. All
 // else that is not native is a function of Python, see `StepCalls` in fddp/_C.pyi.
+//
+// In a program that defers the report, no instruction needs it and results are those of regular words.
+// The sum is compared at the end of the list if it is there by then, and otherwise by `settle`.
 
 #pragma once
 
@@ -82,6 +85,7 @@ struct StepProgram {
   int64_t world_size;    // summands of the control word
   bool average;          // the collectives divide the sum
   bool has_views;        // results of a regular step are slices of the buffers
+  bool defers_report;    // no instruction needs the report, which `settle` reads
   int64_t limb_bits;     // of the fingerprint in the control word; 0 if it is one element
   int64_t limbs;         // elements of the fingerprint
 };
@@ -121,6 +125,8 @@ class Executor : public BucketListener {
   void set_regular_word(at::Tensor values, uint32_t fingerprint);
   // Pack by Python from now on, and send no regular word.
   void leave_to_python();
+  // Release gradients and buffers. Only the control word is kept, for `settle`.
+  void release();
 
   void set_buffer(int64_t bucket, at::Tensor buffer);
   std::optional<at::Tensor> buffer(int64_t bucket) const;
@@ -130,13 +136,17 @@ class Executor : public BucketListener {
   // Run the list as far as the rule allows in this phase; with kFree, to its end. Throws the error
   // that an instruction has raised, now or during backward, with kFree only.
   void run(Phase phase);
+  // Read a deferred report, if that has not happened. Throws what comes of it.
+  void settle();
   // Wait for all collectives in flight, in the order of the schedule.
   void drain();
 
   // The control word, or its sum once the report was read.
   std::optional<at::Tensor> word() const;
-  // True if the report is that of regular words: nothing is repaired, and results need no factor.
+  // True if the report is that of regular words: nothing is repaired, and results need no factor. Of
+  // a deferred report that is assumed, until it has been read.
   bool is_regular() const { return is_regular_; }
+  bool has_report() const { return has_report_; }
   // True if results are slices of the buffers.
   bool gives_views() const { return is_regular_ && program_->has_views && !measures_; }
   // Return by leaf the slices of the buffers, undefined for leaves in no bucket.
@@ -173,6 +183,7 @@ class Executor : public BucketListener {
   void pack_natively(int64_t bucket, const at::Tensor& buffer);
   void write_word(int64_t bucket);
   void read_report();
+  void compare_early();
   bool is_sum_of_regular_words() const;
   void launch(int64_t position);
   const at::Tensor& memory(int64_t bucket);

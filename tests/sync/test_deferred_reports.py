@@ -1,0 +1,342 @@
+"""`report="next"`: the same results, and errors that come with the next call."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fddp
+from tests.support.endings import Ending, ending
+
+RANKS = 2
+PARAMS = {"w": torch.zeros(4, 3), "half": torch.zeros(5, dtype=torch.bfloat16), "b": torch.zeros(6)}
+
+# With the word behind the last bucket, and by itself.
+PLACES = pytest.mark.parametrize("piggyback", [True, False])
+
+
+def schedule(piggyback: bool, **options: Any) -> fddp.Schedule:
+    plan = fddp.plan_buckets(PARAMS, bucket_cap_mb=3e-5, first_bucket_mb=1e-5)
+    return fddp.make_schedule(plan, RANKS, piggyback=piggyback, **options)
+
+
+def grads(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return fddp.tree_map(lambda p: torch.randn(p.shape, generator=generator).to(p.dtype), PARAMS)
+
+
+def loss(params: dict[str, Tensor], x: float) -> Tensor:
+    total = torch.zeros(())
+    for name in sorted(params):  # in an order for which the plan changes
+        total = total + (params[name].float() * x).sin().sum()
+    return total
+
+
+# Results
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a tree": lambda: {"bucket_cap_mb": 3e-5, "first_bucket_mb": 1e-5},
+    "hierarchical": lambda: {"mesh": fddp.Topology(a=1, b=2), "algorithm": "hierarchical"},
+    "deterministic": lambda: {"deterministic": True},
+    "virtual ranks": lambda: {"virtual_ranks": 4},
+    "a local leaf": lambda: {"select": lambda path: path != "b"},
+    "separate word": lambda: {"source": schedule(False)},
+    "scaled after": lambda: {"source": schedule(False, scaling="after")},
+    "averaged": lambda: {"source": schedule(False, scaling="average")},
+}
+
+
+def results(group: Any, kind: str, report: Any) -> list[Any]:
+    options = KINDS[kind]()
+    source = options.pop("source", PARAMS)
+    with fddp.GradSync(source, group=group, report=report, **options) as sync:
+        step = sync.value_and_grad(loss)
+        found: list[Any] = []
+        for number in range(4):
+            batch: Any = 1.0 + group.rank + number
+            if kind == "virtual ranks":
+                batch = sync.virtual_batches(float)
+            found.append(step(PARAMS, batch))
+            if kind != "virtual ranks":
+                found.append(sync(grads(group.rank, number)))
+        return [fddp.tree_map(lambda leaf: leaf.tolist(), found), sync.plan.to_json()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_plans_are_those_of_reports_at_once(kind: str) -> None:
+    now, later = (fddp.loopback(RANKS, results, kind, report) for report in ("now", "next"))
+    assert now == later
+
+
+def shards(group: Any, report: Any) -> Any:
+    options: Any = {"group": group, "algorithm": "reduce_scatter", "report": report}
+    with fddp.GradSync({"w": PARAMS["w"]}, **options) as sync:
+        own = [sync.reduce_scatter({"w": grads(group.rank, step)["w"]}) for step in range(2)]
+        return [sync.all_gather(shard)["w"].tolist() for shard in own]
+
+
+def test_shards_are_those_of_reports_at_once() -> None:
+    assert fddp.loopback(RANKS, shards, "now") == fddp.loopback(RANKS, shards, "next")
+
+
+def test_info_is_that_of_its_step() -> None:
+    def take(group: Any) -> tuple[int, int, float]:
+        with fddp.GradSync(schedule(False), group=group, report="next") as sync:
+            sync(grads(group.rank, 0))
+            _, _, info = sync.value_and_grad(loss, with_info=True)(PARAMS, 1.0)
+            return info.step, info.active, info.total_weight
+
+    assert fddp.loopback(RANKS, take) == [(1, 2, 2.0)] * RANKS
+
+
+def test_no_gradient_is_kept_for_a_report() -> None:
+    def take(group: Any) -> list[bool]:
+        alive = []
+        with fddp.GradSync(schedule(False), group=group, report="next") as sync:
+            for step in range(2):
+                own = grads(group.rank, step)
+                found = sync(own) if step else sync.value_and_grad(loss)(PARAMS, 1.0)[1]
+                refs = [weakref.ref(leaf) for leaf in [*own.values(), *found.values()]]
+                assert sync._engine._unread is not None
+                del own, found
+                gc.collect()
+                alive.append(any(ref() is not None for ref in refs))
+        return alive
+
+    assert fddp.loopback(RANKS, take) == [[False, False]] * RANKS
+
+
+# Errors
+
+STEP = 2  # of the rank that deviates
+
+
+class Deviation(NamedTuple):
+    """What rank 1 does in a step.
+
+    Attributes:
+        act: takes the step.
+        kind: error of rank 1 in this step.
+        text: in the error of the next call.
+        later: kind of this error, on all ranks.
+    """
+
+    act: Callable[[fddp.GradSync], Any]
+    kind: str
+    text: str
+    later: str = "PeerError"
+
+
+def without(name: str) -> dict[str, Tensor | None]:
+    return {key: None if key == name else leaf for key, leaf in grads(1, STEP).items()}
+
+
+def raising(params: Any, x: float) -> Tensor:
+    raise ArithmeticError("a bad batch")
+
+
+def ahead(sync: fddp.GradSync) -> Any:
+    sync._engine.step += 1
+    return sync(grads(1, STEP))
+
+
+DEVIATIONS = {
+    "missing": Deviation(
+        lambda sync: sync(without("w")), "NoGradientError", "leaf 'w' has no gradient"
+    ),
+    "weight": Deviation(
+        lambda sync: sync(grads(1, STEP), weight=2.0), "WeightError", "the weight is 2.0"
+    ),
+    "loss": Deviation(
+        lambda sync: sync.value_and_grad(raising)(PARAMS, 1.0), "ArithmeticError", "a bad batch"
+    ),
+    "tree": Deviation(lambda sync: sync({"w": PARAMS["w"]}), "TreeMismatchError", "missing: 'b'"),
+    "step": Deviation(ahead, "no error", "at step 3", "DesyncError"),
+}
+NOTICED = {
+    "the next step": lambda sync: sync(grads(0, 0)),
+    "check": lambda sync: sync.check(),
+    "closing": lambda sync: sync.close(),
+    "a hook": lambda sync: sync._engine.set_hook(None),
+    "tuning": lambda sync: sync.tune(sync.value_and_grad(loss), PARAMS, 1.0),
+    "a rebuild": lambda sync: sync.rebuild(sync.group),
+}
+
+
+def deviate(group: Any, name: str, notice: str, piggyback: bool) -> tuple[Ending, Ending, str]:
+    """Outcomes of the step and of the next call, and what comes after."""
+    sync = fddp.GradSync(schedule(piggyback), group=group, report="next")
+    step = sync.value_and_grad(loss)
+
+    def usual(number: int) -> Any:
+        return step(PARAMS, 1.0)[1] if name == "loss" else sync(grads(group.rank, number))
+
+    for number in range(STEP):
+        usual(number)
+    is_odd = group.rank == 1
+    first = ending(lambda: DEVIATIONS[name].act(sync) if is_odd else usual(STEP))
+    then = ending(lambda: NOTICED[notice](sync))
+    if notice == "closing" or name == "step":
+        return first, then, ""
+    with sync:
+        fits = torch.equal(usual(0)["w"], usual(0)["w"])
+    return first, then, "well" if fits else "other results"
+
+
+@PLACES
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_errors_arrive_with_the_next_call_on_all_ranks(name: str, piggyback: bool) -> None:
+    """By the number of their step; on the rank that fails also in the step itself."""
+    deviation = DEVIATIONS[name]
+    for notice in NOTICED if name == "missing" else ["the next step"]:
+        seen = fddp.loopback(RANKS, deviate, name, notice, piggyback)
+        (first, then, after), (own, own_then, own_after) = seen
+        assert first.kinds[0] == "no error", first
+        assert own.kinds[0] == deviation.kind, own
+        for outcome in (then, own_then):
+            assert outcome.kinds[0] == deviation.later, (notice, outcome)
+            assert f"step {STEP}" in outcome.text, outcome
+            assert deviation.text in outcome.text, outcome
+            assert "no mean over ranks: go back" in outcome.text, outcome
+        assert after == own_after == ("" if notice == "closing" or name == "step" else "well")
+
+
+def test_a_block_that_raises_waits_for_no_report() -> None:
+    """Its own error leaves it, whatever other ranks have reported; theirs is the cause of the error
+    that they then raise."""
+
+    def leave(group: Any) -> tuple[str, str]:
+        try:
+            with fddp.GradSync(schedule(False), group=group, report="next") as sync:
+                sync(grads(0, STEP) if group.rank == 0 else without("w"))
+                raise KeyError("of the caller")
+        except (KeyError, fddp.errors.FddpError) as error:
+            return type(error).__name__, type(error.__cause__).__name__
+
+    outcomes = fddp.loopback(RANKS, leave)
+    assert outcomes == [("KeyError", "NoneType"), ("RankLostError", "NoGradientError")]
+
+
+# What needs the report before results are used
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nonfinite": "skip"}, "nonfinite='skip' decides on results"),
+        ({"nonfinite": "raise"}, "nonfinite='raise' decides on results"),
+        ({"hook": fddp.hooks.fp16_compress}, "leave out the hook, or report='next'"),
+        ({"report": "later"}, "report must be one of now, next, got 'later'"),
+    ],
+)
+def test_options_that_decide_on_results_are_refused(options: dict[str, Any], text: str) -> None:
+    def refuse(group: Any) -> Ending:
+        given = {"report": "next", **options}
+        return ending(lambda: fddp.GradSync(PARAMS, group=group, **given))
+
+    for own in fddp.loopback(RANKS, refuse):
+        assert own.kinds[0] == "ValueError", own
+        assert text in own.text, own
+
+
+def test_hooks_are_refused_later_too() -> None:
+    def refuse(group: Any) -> Ending:
+        with fddp.GradSync(PARAMS, group=group, report="next") as sync:
+            return ending(lambda: sync._engine.set_hook(fddp.hooks.bf16_compress))
+
+    for own in fddp.loopback(RANKS, refuse):
+        assert own.kinds[0] == "ValueError", own
+
+
+def test_loops_over_uneven_inputs_are_refused() -> None:
+    def refuse(group: Any) -> Ending:
+        with fddp.GradSync(PARAMS, group=group, report="next") as sync:
+            return ending(lambda: next(iter(fddp.uneven([1], sync))))
+
+    for own in fddp.loopback(RANKS, refuse):
+        assert own.kinds[0] == "ValueError", own
+        assert "report='now'" in own.text, own
+
+
+# The wrapper
+
+
+MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def train(group: Any, report: Any) -> list[Any]:
+    model = copy.deepcopy(MODEL)
+    ddp = fddp.DistributedDataParallel(
+        model, process_group=group, report=report, bucket_cap_mb=1e-5
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 3, generator=generator)).square().sum().backward()
+        optimizer.step()
+    ddp.check()
+    return [p.tolist() for p in model.parameters()]
+
+
+def test_wrapped_modules_train_as_with_reports_at_once() -> None:
+    assert fddp.loopback(RANKS, train, "now") == fddp.loopback(RANKS, train, "next")
+
+
+class Gated(torch.nn.Module):
+    """Uses its second layer if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)  # its buffers are broadcast in forward
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y: Tensor = self.norm(self.first(x))
+        return y + self.second(x) if both else y
+
+
+def wrapped_misses(group: Any) -> tuple[Ending, Ending, Ending]:
+    ddp = fddp.DistributedDataParallel(Gated(), process_group=group, report="next")
+
+    def step(both: bool) -> None:
+        ddp(torch.ones(3, 2), both).sum().backward()
+
+    for _ in range(12):  # the first are measured, and read their report at once
+        step(True)
+    missing = ending(lambda: step(group.rank == 0))
+    following = ending(lambda: step(True))
+    step(True)
+    return missing, following, ending(ddp.check)
+
+
+def test_wrapped_modules_raise_in_the_next_forward_pass() -> None:
+    seen = fddp.loopback(RANKS, wrapped_misses)
+    assert [own[0].kinds[0] for own in seen] == ["no error", "NoGradientError"], seen
+    for _, following, checked in seen:
+        assert following.kinds[0] == "PeerError", following
+        assert "rank 1 failed at step 12" in following.text
+        assert checked.kinds[0] == "no error", checked
+
+
+@pytest.mark.parametrize(
+    "name", ["find_unused_parameters", "skip_all_reduce_unused_params", "join"]
+)
+def test_wrappers_with_unused_parameters_are_refused(name: str) -> None:
+    def refuse(group: Any) -> Ending:
+        options: Any = {"process_group": group, "report": "next"}
+        if name != "join":
+            options[name] = True
+        module = torch.nn.Linear(2, 2)
+        return ending(lambda: fddp.DistributedDataParallel(module, **options).join())
+
+    for own in fddp.loopback(RANKS, refuse):
+        assert own.kinds[0] == "ValueError", own
+        assert f"{name}{'()' if name == 'join' else ''} and report='next'" in own.text, own
