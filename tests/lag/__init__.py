@@ -103,7 +103,7 @@ def _compiled(folder: Path) -> Path:
     whole.write_text("".join(f'#include "{_HERE / source}"\n' for source in _SOURCES))
     headers = [sysconfig.get_path("include"), *cpp_extension.include_paths()]
     command = [
-        *("c++", "-std=c++20", "-O0", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"),
+        *("c++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"),
         *(f"-isystem{folder}" for folder in headers),
         *(str(whole), "-o", str(built)),
         *(f"-L{folder}" for folder in cpp_extension.library_paths()),
@@ -121,9 +121,10 @@ def load() -> Any:
     assert spec.loader is not None
     module: Any = module_from_spec(spec)
     spec.loader.exec_module(module)
-    torch.utils.rename_privateuse1_backend("lag")
-    torch._register_device_module("lag", _Module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    untyped: Any = torch
+    untyped.utils.rename_privateuse1_backend("lag")
+    untyped._register_device_module("lag", _Module)
+    untyped.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return module.LagBackend(dist.ProcessGroupGloo(store, rank, size, timeout))

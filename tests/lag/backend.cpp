@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
+#include <unordered_map>
 
 namespace lag {
 namespace {
@@ -49,6 +50,7 @@ class LagWork final : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds) override {
+    count("waits", 1);
     hold(current_stream(stream_.device_index()), end_);
     std::lock_guard lock(lock_);
     kept_.clear();
@@ -158,6 +160,11 @@ class LagBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> start(Tensors outputs, const Tensors& inputs, Operation operation) {
     const auto device = outputs.at(0).device();
+    size_t nbytes = 0;
+    for (const auto& tensor : outputs) {
+      nbytes += tensor.nbytes();
+    }
+    count("collectives", 1, nbytes);
     auto& stream = streams_.try_emplace(device.index(), new_stream(device)).first->second;
     hold(stream, end_of(current_stream(device.index())));
     if (last_) {
@@ -198,7 +205,13 @@ void bind(pybind11::module& module) {
   py::class_<LagBackend, c10d::Backend, c10::intrusive_ptr<LagBackend>>(module, "LagBackend")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>>(), py::arg("gloo"))
       .def_property_readonly("options", [](const LagBackend&) { return py::none(); });
+  // An occurrence for which a stream waits until the host ends it.
+  py::class_<Moment>(module, "Moment").def(py::init<>()).def("end", &Moment::end);
+  module.def("hold", [](c10::DeviceIndex device, const Moment& moment) {
+    hold(current_stream(device), moment);
+  }, py::arg("device"), py::arg("moment"));
   module.def("take_waits", &take_waits);
+  module.def("take_counts", &take_counts);
   module.def("seed", &seed, py::arg("number"), py::arg("scale") = 1.0);
 }
 

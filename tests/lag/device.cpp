@@ -17,7 +17,6 @@
 #include <random>
 #include <set>
 #include <thread>
-#include <unordered_map>
 
 namespace lag {
 namespace {
@@ -134,6 +133,9 @@ void count_wait(const std::string& why) {
   }
 }
 
+std::mutex counts_lock;
+std::map<std::string, size_t> counts;
+
 // Memory
 
 struct Arena {
@@ -183,11 +185,14 @@ class Memory final : public c10::Allocator {
     return nullptr;
   }
 
-  void record(const void* address, const c10::Stream& stream) {
+  void record(const c10::DataPtr& memory, const c10::Stream& stream) {
     std::lock_guard lock(lock_);
-    const auto found = used_.find(address);
-    if (found != used_.end() && stream != found->second->stream) {
-      found->second->others.insert(stream.id());
+    if (memory.get_deleter() != &Memory::release) {
+      return;
+    }
+    auto* block = static_cast<Block*>(memory.get_context());
+    if (stream != block->stream) {
+      block->others.insert(stream.id());
     }
   }
 
@@ -210,13 +215,11 @@ class Memory final : public c10::Allocator {
       std::memset(reachable(block->address), kPoison, nbytes);
       next_ += nbytes;
     }
-    used_[block->address] = block;
     return block;
   }
 
   void give_back(Block* block) {
     std::lock_guard lock(lock_);
-    used_.erase(block->address);
     if (block->others.empty()) {
       reuse(block);
       return;
@@ -249,7 +252,6 @@ class Memory final : public c10::Allocator {
   std::mutex lock_;
   size_t next_ = kGrain;
   std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> free_; // last in, first out
-  std::unordered_map<const void*, Block*> used_;
   std::vector<std::pair<Block*, std::vector<Moment>>> waiting_;
 };
 
@@ -353,10 +355,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag)
       const override {
+    count("events", 1);
     delete static_cast<Moment*>(std::exchange(*event, new Moment(end_of(stream))));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
+      count("waits", 1);
       hold(stream, *static_cast<Moment*>(event));
     }
   }
@@ -389,7 +393,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    record_use(data.get(), stream);
+    record_use(data, stream);
   }
 
  private:
@@ -518,8 +522,21 @@ std::vector<std::string> take_waits() {
   return std::exchange(waits, {});
 }
 
-void record_use(const void* address, const c10::Stream& stream) {
-  memory().record(address, stream);
+void count(const char* kind, size_t operations, size_t nbytes) {
+  std::lock_guard lock(counts_lock);
+  counts[kind] += operations;
+  if (nbytes > 0) {
+    counts[std::strcmp(kind, "collectives") == 0 ? "collective bytes" : "bytes"] += nbytes;
+  }
+}
+
+std::map<std::string, size_t> take_counts() {
+  std::lock_guard lock(counts_lock);
+  return std::exchange(counts, {});
+}
+
+void record_use(const c10::DataPtr& data, const c10::Stream& stream) {
+  memory().record(data, stream);
 }
 
 void resize(c10::StorageImpl& storage, size_t nbytes) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -54,8 +55,16 @@ void wait_for(const c10::Stream& stream, const std::string& why);
 // Reasons of the host's waits since the last call.
 std::vector<std::string> take_waits();
 
-// Keep a block from reuse until a stream has finished what was issued on it so far.
-void record_use(const void* address, const c10::Stream& stream);
+// Note operations of a kind: "kernels", "copies", "collectives", "events" or "waits" for events, and the
+// bytes that they read and write.
+void count(const char* kind, size_t operations, size_t nbytes = 0);
+
+// Operations by kind since the last call, with their "bytes" and the "collective bytes".
+std::map<std::string, size_t> take_counts();
+
+// Keep a block from reuse until a stream has finished what was issued on it so far. As on CUDA, this
+// does nothing if another deleter than the allocator's frees the memory, as that of a slice does.
+void record_use(const c10::DataPtr& memory, const c10::Stream& stream);
 
 void resize(c10::StorageImpl& storage, size_t nbytes);
 

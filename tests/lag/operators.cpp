@@ -17,6 +17,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <unordered_map>
+
 namespace lag {
 namespace {
 
@@ -86,6 +91,7 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 at::Tensor& to_device(const at::Tensor& source, at::Tensor& target, bool non_blocking) {
   // As CUDA: pinned memory is read when the copy runs, other memory at once.
   const auto from = non_blocking && source.is_pinned() ? source : source.clone();
+  count("copies", 1, 2 * target.nbytes());
   issue(current_stream(target.device().index()), [from, to = Operand(target)] {
     to.on_host().copy_(from);
   });
@@ -94,6 +100,7 @@ at::Tensor& to_device(const at::Tensor& source, at::Tensor& target, bool non_blo
 
 at::Tensor& to_host(const at::Tensor& source, at::Tensor& target, bool non_blocking) {
   const auto stream = current_stream(source.device().index());
+  count("copies", 1, 2 * source.nbytes());
   issue(stream, [from = Operand(source), to = target]() mutable { to.copy_(from.on_host()); });
   if (!(non_blocking && target.is_pinned())) {
     wait_for(stream, "copy to the host");
@@ -113,6 +120,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   // versa.
   const auto here = current_stream(source.device().index());
   const auto there = current_stream(target.device().index());
+  count("copies", 1, source.nbytes() + target.nbytes());
   if (here != there) {
     hold(here, end_of(there));
   }
@@ -131,12 +139,13 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  count("copies", 1, self.nbytes());
   wait_for(current_stream(self.device().index()), "item");
   return Operand(self).on_host().item();
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  record_use(self.storage().data(), stream);
+  record_use(self.storage().data_ptr(), stream);
 }
 
 // All other operators
@@ -251,8 +260,121 @@ std::optional<size_t> written(const c10::FunctionSchema& schema, size_t result) 
   return std::nullopt;
 }
 
-// Results of the operator on tensors without values; empty if it has no kernel for them.
+size_t bytes_of(const Stack& values) {
+  size_t found = 0;
+  for (const at::Tensor& tensor : tensors_of(values)) {
+    found += tensor.is_privateuseone() ? tensor.nbytes() : 0;
+  }
+  return found;
+}
+
+// Note an operator as what it is on CUDA: one launch, or one for as many tensors as a launch of a
+// multi-tensor operator takes; and the bytes of arguments and results, twice if they are read and written.
+void count_kernel(const c10::FunctionSchema& schema, const Stack& arguments, const Stack& results) {
+  constexpr std::array<size_t, 4> kTensors{110, 64, 48, 36}; // of a launch, by the number of lists
+  const std::string& name = schema.name();
+  const bool is_in_place = name.back() == '_' && !name.ends_with("zero_") && !name.ends_with("fill_") &&
+      !name.ends_with("copy_");
+  size_t nbytes = 0, lists = 0, longest = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool is_written = alias != nullptr && alias->isWrite();
+    nbytes += bytes_of({arguments[i]}) * (is_written && is_in_place ? 2 : 1);
+    if (arguments[i].isTensorList()) {
+      longest = std::max(longest, arguments[i].toTensorList().size());
+      ++lists;
+    }
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (schema.returns()[i].alias_info() == nullptr) {
+      nbytes += bytes_of({results[i]});
+      lists += results[i].isTensorList();
+    }
+  }
+  const bool is_foreach = name.starts_with("aten::_foreach_") && lists > 0;
+  const size_t most = is_foreach ? kTensors.at(std::min(lists, kTensors.size()) - 1) : 1;
+  count("kernels", is_foreach ? (longest + most - 1) / most : 1, nbytes);
+}
+
+template <typename Number>
+void append(std::string& key, Number number) {
+  key.append(reinterpret_cast<const char*>(&number), sizeof number);
+}
+
+template <typename Numbers>
+void append_all(std::string& key, const Numbers& numbers) {
+  append(key, numbers.size());
+  for (const auto number : numbers) {
+    append(key, number);
+  }
+}
+
+// Append all on which shapes and dtypes of results depend. Return false if that is not known.
+bool append_form(std::string& key, const IValue& value) {
+  if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    key += tensor.defined() ? 't' : 'u';
+    if (tensor.defined()) {
+      append(key, tensor.scalar_type());
+      append(key, tensor.is_cpu() && tensor.dim() == 0);
+      append(key, tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      append_all(key, tensor.sizes());
+      append_all(key, tensor.strides());
+    }
+  } else if (value.isInt()) {
+    append(key += 'i', value.toInt());
+  } else if (value.isDouble()) {
+    append(key += 'f', value.toDouble());
+  } else if (value.isBool()) {
+    append(key += 'b', value.toBool());
+  } else if (value.isString()) {
+    key += 's' + value.toStringRef();
+  } else if (value.isDevice() || value.isNone()) {
+    key += 'n'; // any device is replaced
+  } else if (value.isList()) {
+    const auto list = value.toList();
+    append(key += 'l', list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      if (!append_form(key, list.get(i))) {
+        return false;
+      }
+    }
+  } else {
+    return false;
+  }
+  return true;
+}
+
+std::optional<Stack> newly_inferred(const c10::OperatorHandle& op, const Stack& arguments);
+
+// Results of the operator on tensors without values; empty if it has no kernel for them. Kept by the
+// forms of the arguments, as torch infers them in Python.
 std::optional<Stack> inferred(const c10::OperatorHandle& op, const Stack& arguments) {
+  static auto& known = *new std::unordered_map<std::string, Stack>;
+  static auto& lock = *new std::mutex;
+  std::string key = c10::toString(op.operator_name());
+  for (const IValue& argument : arguments) {
+    if (!append_form(key, argument)) {
+      return newly_inferred(op, arguments);
+    }
+  }
+  {
+    std::lock_guard held(lock);
+    const auto found = known.find(key);
+    if (found != known.end()) {
+      return found->second;
+    }
+  }
+  const auto before = bytes_of(arguments);
+  const auto results = newly_inferred(op, arguments);
+  if (results && bytes_of(arguments) == before) { // else it has resized one
+    std::lock_guard held(lock);
+    known.emplace(std::move(key), *results);
+  }
+  return results;
+}
+
+std::optional<Stack> newly_inferred(const c10::OperatorHandle& op, const Stack& arguments) {
   Stack stack;
   for (const IValue& argument : arguments) {
     stack.push_back(
@@ -308,6 +430,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
       });
     }
   }
+  count_kernel(schema, arguments, *results);
   std::vector<std::vector<Operand>> targets;
   for (const IValue& result : *results) {
     auto& own = targets.emplace_back();
@@ -336,6 +459,20 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
+// Convolutions of devices that torch does not know.
+void run_named(const char* name, Stack* stack) {
+  run(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), stack);
+}
+
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  run_named("aten::convolution", stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  stack->insert(stack->begin() + static_cast<std::ptrdiff_t>(stack->size()) - 7, IValue()); // sizes of the bias
+  run_named("aten::convolution_backward", stack);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -352,6 +489,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // Multi-tensor operators, which torch would take apart; those of CUDA are not.
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const bool is_kernel = name.name.starts_with("aten::_foreach_") && name.overload_name.find("out") == std::string::npos;
+    if (is_kernel) {
+      m.impl(c10::toString(name).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
+    }
+  }
 }
 
 // Copies resolve conjugates and negatives themselves.

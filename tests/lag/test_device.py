@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from fddp.native.layout import Layout
+from fddp.native.pack import slices
 from tests import lag
 from tests.lag.rank import slow
 from tests.support.polling import soon
@@ -68,6 +70,42 @@ def freed_while_in_use(device: torch.device, *, records: bool) -> torch.Tensor:
         source.record_stream(side)
     del source
     torch.full((100,), 5.0, device=device)
+    torch.accelerator.current_stream().wait_stream(side)
+    return result
+
+
+def recorded_on_a_slice(device: torch.device, *, records_whole: bool) -> torch.Tensor:
+    """A slice of fddp, whose memory another deleter frees than the allocator's. CUDA's allocator
+    passes over such memory: `recordStream` returns where `get_deleter() != &local_raw_delete`."""
+    side = torch.Stream(device=device)
+    whole = torch.full((100,), 1.0, device=device)
+    layout = Layout(offsets=(0,), shapes=((100,),), strides=((1,),), numel=100)
+    (source,) = slices(whole, layout)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(10):
+            result = source * 1
+    result.record_stream(torch.accelerator.current_stream())
+    (whole if records_whole else source).record_stream(side)
+    del source, whole
+    torch.full((100,), 5.0, device=device)
+    torch.accelerator.current_stream().wait_stream(side)
+    return result
+
+
+def recorded_on_a_view(device: torch.device, *, records: bool) -> torch.Tensor:
+    """A view of torch, which has the storage of the whole: recording it protects the block."""
+    side = torch.Stream(device=device)
+    source = torch.full((200,), 1.0, device=device)[100:]
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(10):
+            result = source * 1
+    result.record_stream(torch.accelerator.current_stream())
+    if records:
+        source.record_stream(side)
+    del source
+    torch.full((200,), 5.0, device=device)
     torch.accelerator.current_stream().wait_stream(side)
     return result
 
@@ -132,6 +170,8 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
         (hook_on_another_stream, "waits", 200.0),
         (on_a_side_stream, "waits", 1100.0),
         (freed_while_in_use, "records", 100.0),
+        (recorded_on_a_slice, "records_whole", 100.0),
+        (recorded_on_a_view, "records", 100.0),
         (sent_from_pinned_memory, "keeps", 100.0),
     ],
 )
@@ -178,6 +218,40 @@ def check_kernels_are_those_of_the_cpu(lagging: torch.device) -> None:
     for ours, expected in zip(results(x.to(lagging)), results(x), strict=True):
         assert ours.device == lagging
         assert torch.equal(ours.cpu(), expected)
+
+
+def test_operations_are_counted_as_those_of_cuda(lagging: str) -> None:
+    on_device(check_counts)
+
+
+def check_counts(lagging: torch.device) -> None:
+    x = torch.ones(100, device=lagging)
+    parts = [torch.ones(1, device=lagging) for _ in range(100)]
+
+    def counts(call: Callable[[], object]) -> dict[str, int]:
+        lag.load().take_counts()
+        call()
+        found: dict[str, int] = lag.load().take_counts()
+        return found
+
+    assert counts(lambda: x * 2) == {"kernels": 1, "bytes": 800}
+    assert counts(lambda: x.mul_(2)) == {"kernels": 1, "bytes": 800}
+    assert counts(x.zero_) == {"kernels": 1, "bytes": 400}
+    assert counts(lambda: torch.mul(x, 2, out=x)) == {"kernels": 1, "bytes": 800}
+    assert counts(lambda: torch.ones(100, device=lagging).copy_(x)) == {
+        "kernels": 1,
+        "copies": 1,
+        "bytes": 1200,
+    }
+    assert counts(lambda: x[:50].view(5, 10).t()) == {}
+    # A launch of a multi-tensor operation takes at most 110 tensors of one list, or 64 of two.
+    assert counts(lambda: torch._foreach_mul_(parts, 2)) == {"kernels": 1, "bytes": 800}
+    assert counts(lambda: torch._foreach_copy_(parts, [*x])) == {"kernels": 2, "bytes": 800}
+    side = torch.Stream(device=lagging)
+    assert counts(lambda: side.wait_stream(torch.accelerator.current_stream())) == {
+        "events": 1,
+        "waits": 1,
+    }
 
 
 def test_two_devices(lagging: str) -> None:
