@@ -68,6 +68,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
 	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
 	$(RUN) -m benchmarks.fixed_cost --json $(BENCH)/fixed_cost.json
+	$(RUN) -m benchmarks.host_time --json $(BENCH)/host_time.json
 	$(RUN) -m benchmarks.virtual_ranks --json $(BENCH)/virtual_ranks.json
 	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
@@ -77,7 +78,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
 	$(RUN) -m benchmarks.few_bytes
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost host_time virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu

@@ -19,6 +19,7 @@ from benchmarks import (
     ddp_comparison,
     fixed_cost,
     gpu,
+    host_time,
     memory,
     packing,
     per_parameter,
@@ -345,6 +346,16 @@ def test_figures_of_memory() -> None:
     assert [(f.case, f.value, f.high, f.reached) for f in found] == [
         ("tiny, fddp.DDP view, shm", 1.01, 1.1, True),
         ("tiny, fddp, shm", 1.2, 1.3, False),
+    ]
+
+
+def test_figures_of_the_hosts_time_are_against_the_fastest_mode() -> None:
+    times = {LOCAL_MODULE: 0.5, "DDP default": 4.0, "DDP view": 2.0, "value_and_grad": 1.0}
+    steps = {name: Series((s,)) for name, s in {**times, "fddp.DDP view": 3.0}.items()}
+    found = host_time.figures([host_time.Case(2, 40, steps)])
+    assert [(f.case, f.value, f.reached) for f in found] == [
+        ("2 ranks, 40 leaves, value_and_grad", 0.5, True),
+        ("2 ranks, 40 leaves, fddp.DDP view", 1.5, False),
     ]
 
 
