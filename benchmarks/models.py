@@ -151,30 +151,30 @@ def _stack_function(module: Stack) -> Functional:
     return Functional(params, loss_fn)
 
 
-def _transformer() -> Workload:
-    tokens, length = 4096, 64
+def transformer(title: str, tokens: int, length: int, width: int, blocks: int) -> Workload:
+    """A `Transformer` on random tokens, two sequences in a rank's batch; as `stack`."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return Transformer(tokens, length, width=256, blocks=4)
+        return Transformer(tokens, length, width, blocks)
 
     def batch(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(1 + rank)
         return torch.randint(tokens, (2, length + 1), generator=generator)
 
-    title = "transformer, 4 blocks of width 256, 4096 tokens"
     return Workload(title, build, _module_function, batch, steps=4)
 
 
-def _convolutional() -> Workload:
+def convolutional(title: str, widths: tuple[int, ...], pixels: int) -> Workload:
+    """A `ConvNet` on two random images of `pixels` rows and columns; as `stack`."""
+
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return ConvNet(widths=(64, 128, 256, 512), blocks=1, classes=10)
+        return ConvNet(widths, blocks=1, classes=10)
 
     def batch(rank: int) -> Tensor:
-        return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1 + rank))
+        return torch.randn(2, 3, pixels, pixels, generator=torch.Generator().manual_seed(1 + rank))
 
-    title = "convolutions with BatchNorm, 4 blocks up to 512"
     return Workload(title, build, _module_function, batch, steps=6)
 
 
@@ -190,6 +190,14 @@ def _module_function(module: nn.Module) -> Functional:
 WORKLOADS = {
     "mlp": stack("MLP, 8 layers of 1024x1024", layers=8, width=1024, rows=32),
     "small": stack("small layers, 400 of 32x32", layers=400, width=32, rows=32),
-    "transformer": _transformer(),
-    "conv": _convolutional(),
+    "transformer": transformer(
+        "transformer, 4 blocks of width 256, 4096 tokens",
+        tokens=4096,
+        length=64,
+        width=256,
+        blocks=4,
+    ),
+    "conv": convolutional(
+        "convolutions with BatchNorm, 4 blocks up to 512", widths=(64, 128, 256, 512), pixels=32
+    ),
 }

@@ -14,26 +14,16 @@ import torch.distributed as dist
 import fddp
 from tests import lag
 from tests.lag import scenarios
-from tests.lag.rank import SMALL, Rank, module
+from tests.lag.rank import SMALL, Rank, module, on_two_ranks
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.ranks import run_fresh
 
 
 def run_on_rank(rank: int, world_size: int, *args: Any) -> None:
     scenarios.run(rank, *args)
 
 
-def run(fn: Any, *args: Any) -> list[Any]:
-    """Results of a function on two ranks, which are processes of their own."""
-    outcomes = run_fresh(2, fn, *args, timeout_s=280)
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.error
-        assert outcome.exitcode == 0
-    return [outcome.result for outcome in outcomes]
-
-
 def check(names: tuple[str, ...], device_type: str, seeds: range = range(1)) -> None:
-    run(run_on_rank, names, device_type, seeds)
+    on_two_ranks(run_on_rank, names, device_type, seeds)
 
 
 def test_all_results_are_those_of_the_cpu(lagging: str) -> None:
@@ -89,7 +79,7 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
 
 
 def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
-    for found in itertools.chain(*run(waits_on_rank, "cpu:gloo,lag:lag", "lag:lag")):
+    for found in itertools.chain(*on_two_ranks(waits_on_rank, "cpu:gloo,lag:lag", "lag:lag")):
         assert found.pop("value_and_grad, with_info") == ["copy to the host"]
         assert not any(found.values()), found
 
@@ -117,7 +107,7 @@ def ahead_on_rank(rank: int, world_size: int) -> None:
 
 
 def test_with_later_reports_the_host_waits_for_no_other_rank(lagging: str) -> None:
-    run(ahead_on_rank)
+    on_two_ranks(ahead_on_rank)
 
 
 def buffers_on_rank(rank: int, world_size: int) -> list[str]:
@@ -134,4 +124,4 @@ def buffers_on_rank(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_forward_that_broadcasts_buffers_does_not_wait_for_the_device(lagging: str) -> None:
-    assert run(buffers_on_rank) == [[], []]
+    assert on_two_ranks(buffers_on_rank) == [[], []]
