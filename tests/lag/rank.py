@@ -24,10 +24,12 @@ EXACT = 1e-12
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of two, with a group whose backends serve the CPU and the device."""
+    """One rank of two, with a group whose backends serve the CPU and the device, and one whose
+    backend serves the device alone."""
 
     number: int
     group: dist.ProcessGroup
+    bare: dist.ProcessGroup
     device: torch.device
 
     def put(self, tree: Any) -> Any:

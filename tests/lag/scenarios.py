@@ -6,6 +6,7 @@ that of another tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -16,11 +17,30 @@ import torch.distributed as dist
 from tests import lag
 from tests.lag import functional as f
 from tests.lag import sparse_gradients as s
+from tests.lag import streams as t
 from tests.lag import wrapper as w
 from tests.lag.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def without_cpu(rank: Rank) -> None:
+    """Steps, operators, votes and exchanges over a group without a backend for the CPU."""
+    bare = replace(rank, group=rank.bare)
+    for scenario in (
+        f.value_and_grad,
+        s.sparse,
+        f.not_finite,
+        f.compressed,
+        f.operators,
+        f.uneven,
+        f.virtual_ranks,
+        w.joined,
+        t.reconciled,
+    ):
+        scenario(bare)
+
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     each.__name__: each
@@ -70,6 +90,16 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         w.failed_in_flight,
         w.aborted,
         w.wrapped,
+        without_cpu,
+        t.two_devices_on_streams,
+        t.awaited_on_streams_of_two_devices,
+        t.used_on_independent_streams,
+        t.used_on_streams_of_a_second_device,
+        t.repaired_with_slow_kernels,
+        t.repaired_on_a_stream,
+        t.reconciled,
+        t.finalized,
+        t.optimized_in_backward,
     )
 }
 
@@ -82,9 +112,10 @@ def run(number: int, names: tuple[str, ...], device_type: str, seeds: range) -> 
     lags = device_type == "lag"
     if lags:
         lag.load()
-    backends = f"cpu:gloo,{device_type}:{'lag' if lags else 'gloo'}"
-    group = dist.new_group(backend=backends, timeout=timedelta(seconds=60))
-    rank = Rank(number, group, torch.device(device_type, 0))
+    backend, timeout = f"{device_type}:{'lag' if lags else 'gloo'}", timedelta(seconds=60)
+    group = dist.new_group(backend=f"cpu:gloo,{backend}", timeout=timeout)
+    bare = dist.new_group(backend=backend, timeout=timeout)
+    rank = Rank(number, group, bare, torch.device(device_type, 0))
     for name in names:
         for seed in seeds:
             if lags:

@@ -73,6 +73,10 @@ def sparse_taken(rank: Rank) -> None:
         (grad,) = leaves.take(0, keep=False)
         assert grad is not None
         large @ large @ large
-        values = grad._values() * 1
+        parts = {"indices": grad._indices() * 1, "values": grad._values() * 1}
         del grad
-        rank.check(values, torch.full((3, 3), 2.0).double())
+        for _ in range(4):
+            torch.full((1, 3), 7, device=rank.device)  # of the size of the indices
+        rank.check(
+            parts, {"indices": index.cpu()[None], "values": torch.full((3, 3), 2.0).double()}
+        )

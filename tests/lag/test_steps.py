@@ -51,7 +51,7 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
     waits, found = lag.load(), {}
     group = dist.new_group(backend=backend)
     device = torch.device("lag", 0)
-    own = Rank(rank, group, device)
+    own = Rank(rank, group, group, device)
     params, x = own.put(mlp()), own.put(batch(rank, 0))
 
     def count(name: str, call: Callable[[], Any], before: int = 2) -> None:
@@ -88,7 +88,7 @@ def ahead_on_rank(rank: int, world_size: int) -> None:
     lag.load()
     group = dist.new_group(backend="cpu:gloo,lag:lag")
     device = torch.device("lag", 0)
-    own = Rank(rank, group, device)
+    own = Rank(rank, group, group, device)
     params, x = own.put(mlp()), own.put(batch(rank, 0))
     net = fddp.DistributedDataParallel(module(device)[:1], process_group=group, report="next")
     y = batch(rank, 0).to(device)
