@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fddp.tree.pytree import map_leaves
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss
+from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,15 @@ class Rank:
         """Write to the free memory of the current stream."""
         for shape in ((8, 8), (8,), (512,)):
             torch.full(shape, 7.0, device=self.device, dtype=torch.float64)
+
+
+def run(fn: Any, *args: Any) -> list[Any]:
+    """Results of a function on two ranks, which are processes of their own."""
+    outcomes = run_fresh(2, fn, *args, timeout_s=280)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.exitcode == 0
+    return [outcome.result for outcome in outcomes]
 
 
 def means(

@@ -46,6 +46,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.uneven,
         f.deterministic,
         f.virtual_ranks,
+        f.virtual_ranks_with_times,
         f.own_stream,
         f.independent_streams,
         f.two_devices,
@@ -74,16 +75,19 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
 }
 
 
-def run(number: int, names: tuple[str, ...], device_type: str, seeds: range) -> None:
+def run(number: int, names: tuple[str, ...], backend: str, seeds: range) -> None:
     """Run scenarios on this rank, on "lag" with the delays of each seed.
 
     The ranks are processes with a default group.
+
+    Args:
+        backend: of the device, such as "lag:nccl".
     """
+    device_type, _, _ = backend.partition(":")
     lags = device_type == "lag"
     if lags:
         lag.load()
-    backends = f"cpu:gloo,{device_type}:{'lag' if lags else 'gloo'}"
-    group = dist.new_group(backend=backends, timeout=timedelta(seconds=60))
+    group = dist.new_group(backend=f"cpu:gloo,{backend}", timeout=timedelta(seconds=60))
     rank = Rank(number, group, torch.device(device_type, 0))
     for name in names:
         for seed in seeds:
