@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fddp.core.plan.plan import plan_leaves
+from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.ddp.arguments import Options
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.runtime.agreement import Rebuild, SyncConfig
+from fddp.sync.request import accelerators
 from fddp.transport import LoopbackGroup, Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
@@ -40,6 +42,10 @@ class ModuleRequest:
     timeout_s = None  # the group's own
     is_foreign = False
     title = "DistributedDataParallel"
+
+    def devices(self, plan: BucketPlan) -> list[torch.device]:
+        """Return the accelerators of the parameters."""
+        return accelerators([*self.params.values()])
 
     @property
     def transport(self) -> TransportName:
@@ -109,6 +115,10 @@ class FailedRequest:
     def terms(self, transport: Transport) -> SyncConfig:
         """Raise the problem."""
         raise self.problem
+
+    def devices(self, plan: BucketPlan) -> tuple[()]:
+        """Return none: there are no parameters."""
+        return ()
 
 
 def current_request(

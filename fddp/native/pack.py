@@ -21,6 +21,7 @@ sources are not read if the scale is zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -165,13 +166,14 @@ def measure(tensors: Sequence[Tensor]) -> Tensor:
     """Measure tensors of one device without waiting for it; see `read_stats`.
 
     Returns:
-        Two float64 numbers on the device: the sum of squared magnitudes, and the number of elements
-        that are NaN or infinite.
+        Two float64 numbers on the device (float32 on one without float64): the sum of squared
+        magnitudes, and the number of elements that are NaN or infinite.
     """
     flat = [_real(tensor.resolve_conj()).reshape(-1) for tensor in tensors]
     whole = torch.cat(flat) if flat else torch.empty(0)
-    sq_norm = torch.linalg.vector_norm(whole, dtype=torch.float64).square()
-    return torch.stack([sq_norm, (~whole.isfinite()).sum().double()])
+    widest = torch.float64 if _has_float64(whole.device) else torch.float32
+    sq_norm = torch.linalg.vector_norm(whole, dtype=widest).square()
+    return torch.stack([sq_norm, (~whole.isfinite()).sum().to(widest)])
 
 
 def read_stats(measurements: Sequence[Tensor]) -> Stats:
@@ -213,6 +215,16 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
         (tensor([3.]), 4)
     """
     return extension.compiled.slices(buffer, layout.native)
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Return True if a device computes in float64; Apple's GPUs and some of Intel's do not."""
+    try:
+        torch.ones(1, device=device).double().square()
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _real(tensor: Tensor) -> Tensor:

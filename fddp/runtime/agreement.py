@@ -127,14 +127,21 @@ class SyncConfig:
             plan, ready_order, caps_bytes=self.rebuild.caps_bytes, from_back=self.rebuild.from_back
         )
 
-    def schedule_of(self, plan: BucketPlan) -> Schedule:
-        """Return the caller's schedule, or else one made for this plan."""
+    def schedule_of(self, plan: BucketPlan, *, averages: bool) -> Schedule:
+        """Return the caller's schedule, or else one made for this plan.
+
+        Args:
+            plan: the plan.
+            averages: True if collectives may divide their sums, unless these are along a tree.
+        """
         if self.schedule is not None:
             return self.schedule
+        is_along_tree = self.deterministic or self.virtual_ranks is not None
         return make_schedule(
             plan,
             self.topology,
             algorithm=self.algorithm,
+            scaling="average" if averages and not is_along_tree else "before",
             reduce_dtype=self.reduce_dtype,
             deterministic=self.deterministic,
             virtual_ranks=self.virtual_ranks,

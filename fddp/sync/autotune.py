@@ -103,8 +103,8 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
         if not engine.is_closed:
             engine.set_plan(kept)
     simulated = (
-        simulate(engine.terms.schedule_of(before), costs, ready_s).step_s,
-        simulate(engine.terms.schedule_of(after), costs, ready_s).step_s,
+        simulate(engine.schedule_of(before, engine.hook), costs, ready_s).step_s,
+        simulate(engine.schedule_of(after, engine.hook), costs, ready_s).step_s,
     )
     transport = engine.transport.name
     return TuneReport(

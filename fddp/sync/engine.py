@@ -92,8 +92,11 @@ class Engine:
         try:
             # ... on plan and options ...
             self.terms = _agreed_terms(self.transport, request)
+            self.transport.connect(request.devices(self.terms.plan))
+            types = {bucket.device.partition("#")[0] for bucket in self.terms.plan.buckets}
+            self._averages = self.transport.world_size > 1 and self.transport.averages(types)
             # ... and on the groups along the axes of the schedule, which is proved first.
-            schedule = self.terms.schedule_of(self.terms.plan)
+            schedule = self.schedule_of(self.terms.plan, self.terms.hook)
             self.setup = self._made(schedule, self.terms.hook, self.terms.rebuild is not None)
         except BaseException:
             self.transport.close()
@@ -138,6 +141,10 @@ class Engine:
         self.recorder = Recorder("GradSync", self, self.transport)
         # Weak, as the engine must not keep a group from being freed.
         self._group = weakref.ref(resolve(group))
+
+    def schedule_of(self, plan: BucketPlan, hook: Hook[Any] | None) -> Schedule:
+        """Return the schedule of a plan under a hook, which expects shares of the mean."""
+        return self.terms.schedule_of(plan, averages=self._averages and hook is None)
 
     def _made(self, agreed: Schedule, hook: Hook[Any] | None, with_order: bool) -> Setup:
         """Prove a schedule, bind a hook to it, and open the groups that it needs.
@@ -500,7 +507,7 @@ class Engine:
                 f"the plan can't change under {bound.hook.name}, whose state is by bucket; tune "
                 f"without the hook, and pass on the plan"
             )
-        self.setup = self._made(self.terms.schedule_of(plan), self.hook, False)
+        self.setup = self._made(self.schedule_of(plan, self.hook), self.hook, False)
         self._pool.clear()
 
     def release_memory(self, *, keep_views: bool) -> None:
@@ -523,7 +530,8 @@ class Engine:
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
         check_report(self.terms.report, hook=hook, nonfinite=self.terms.nonfinite)
-        self.setup = self._made(self.schedule, hook, self.program.control.with_order)
+        schedule = self.schedule_of(self.schedule.plan, hook)
+        self.setup = self._made(schedule, hook, self.program.control.with_order)
         self.hook_states = None if hook is None else self.init_states()
 
     def init_states(self) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
+from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
@@ -73,6 +74,10 @@ class RebuildSpec:
     newest: Progress | None = field(default=None, init=False)
 
     title = "GradSync"
+
+    def devices(self, plan: BucketPlan) -> tuple[()]:
+        """Return none: old ranks have no leaves at hand."""
+        return ()
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, with the plan of the newest rank; a collective call.

@@ -52,6 +52,10 @@ class EngineSpec(Protocol):
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare; raises this rank's errors."""
 
+    def devices(self, plan: BucketPlan) -> Sequence[torch.device]:
+        """Return the accelerators of this rank's leaves, in the order of the agreed plan; () if
+        they are unknown. The same number on all ranks."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -89,6 +93,13 @@ class Request:
             return holds_foreign(flatten(self.source)[0])
         except Exception:  # `terms` raises it for all ranks
             return False
+
+    def devices(self, plan: BucketPlan) -> list[torch.device]:
+        """Return the accelerators of the leaves; none for plans."""
+        if isinstance(self.source, (BucketPlan, Schedule)):
+            return []
+        leaves = flatten(self.source)[0]
+        return accelerators([leaves[i] for i in plan.reduced])
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare.
@@ -246,6 +257,12 @@ def check_report(report: ReportTime, *, hook: Hook[Any] | None, nonfinite: Polic
             f"{hook.name} may fail on one rank, which the report has to say before results are "
             f"used; leave out the hook, or report='next'"
         )
+
+
+def accelerators(leaves: Sequence[Any]) -> list[torch.device]:
+    """Return the devices of tensors that are not on the CPU, in their order."""
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [*dict.fromkeys(each for each in devices if each.type not in ("cpu", "meta"))]
 
 
 def deterministic_hook_error(hook: Hook[Any]) -> str:

@@ -29,8 +29,10 @@ def open_transport(
     name: TransportName = "auto",
     timeout_s: float | None = None,
     title: str = "transport",
+    *,
+    shares: bool = False,
 ) -> Transport:
-    """Open a private communicator over `group`; every rank of the group must call this.
+    """Open a communicator over `group`; every rank of the group must call this.
 
     Args:
         group: None for the default group of `torch.distributed`, one of its groups, a
@@ -42,6 +44,8 @@ def open_transport(
         timeout_s: time limit of the opening and of each operation, in seconds. None for the
             group's own.
         title: name in error texts, to which the number of the transport in the group is added.
+        shares: True for transports that end with a call: on NCCL they share a communicator, which
+            stays for the next call.
 
     Raises:
         ValueError: `name` does not fit `group`, or this process is not a member of it; on every
@@ -72,7 +76,7 @@ def open_transport(
         )
     if isinstance(resolved, LoopbackGroup):
         return LoopbackTransport(resolved, timeout_s, title)
-    return choose(C10dTransport(resolved, timeout_s, title), name, title)
+    return choose(C10dTransport(resolved, timeout_s, title, shares=shares), name, title)
 
 
 def default_group() -> dist.ProcessGroup | LoopbackGroup | None:

@@ -492,6 +492,15 @@ class Transport(Endpoint):
             return collectives_of_one()
         return collectives_in_python(self.all_reduce)
 
+    def connect(self, devices: Sequence[torch.device]) -> None:
+        """Connect the ranks on these devices, which else happens at the first operation there. A
+        collective call."""
+
+    def averages(self, device_types: Collection[str]) -> bool:
+        """Return True if `average` costs no further pass over tensors of these devices, which were
+        connected; the same on all ranks."""
+        return False
+
     @abstractmethod
     def _start(self, operation: Operation) -> Work:
         """Pass a validated operation to the backend."""

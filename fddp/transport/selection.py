@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import decode_all
@@ -30,12 +30,14 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         FddpError: a failed operation.
     """
     try:
-        texts = c10d.exchange(f"{wanted}\n{title}".encode())
-        received = decode_all(texts, _name_and_title, "opening")
-        check_titles({rank: theirs for rank, (_, theirs) in enumerate(received)})
+        generation, order = c10d.history
+        texts = c10d.exchange(f"{wanted}\n{title}\n{generation}\n{order}".encode())
+        received = decode_all(texts, _opening, "opening")
+        check_titles({rank: opening.title for rank, opening in enumerate(received)})
         c10d.set_title(title)
-        names = [name for name, _ in received]
+        names = [opening.name for opening in received]
         check_equal("transport", names, "pass the same transport on every rank")
+        c10d.open_nccl([opening.history for opening in received])
         if wanted != "c10d":
             _use_memory(c10d, wanted)
     except BaseException as error:
@@ -51,9 +53,17 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
     return c10d
 
 
-def _name_and_title(text: bytes) -> tuple[str, str]:
-    name, title = text.decode().split("\n")
-    return name, title
+class _Opening(NamedTuple):
+    """What a rank sends when it opens a transport."""
+
+    name: str
+    title: str
+    history: tuple[int, int]  # of NCCL backends
+
+
+def _opening(text: bytes) -> _Opening:
+    name, title, generation, order = text.decode().split("\n")
+    return _Opening(name, title, (int(generation), int(order)))
 
 
 def _use_memory(c10d: C10dTransport, wanted: str) -> None:

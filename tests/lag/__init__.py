@@ -4,7 +4,8 @@ Its kernels are those of the CPU, run on the threads of streams after random del
 access its memory. A freed block is overwritten, and serves the next allocation on its stream. A
 result that is read before its time is NaN.
 
-`build` compiles it, `load` registers it with torch as the device "lag" and the backend "lag".
+`build` compiles it, `load` registers it with torch as the device "lag", with the backend "lag", one
+without averages and reduce-scatter ("basic"), and a double of "nccl", all of them over gloo.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.cpp_extension as cpp_extension
+from torch.distributed import distributed_c10d
 
 _HERE = Path(__file__).parent
 _SOURCES = ("device.cpp", "operators.cpp", "sparse.cpp", "backend.cpp")
@@ -129,5 +131,13 @@ def load() -> Any:
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return module.LagBackend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
+    def create_basic(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return module.LagBackend(gloo, is_basic=True)
+
     dist.Backend.register_backend("lag", create, devices=["lag"])
+    dist.Backend.register_backend("basic", create_basic, devices=["lag"])
+    module.set_connect(dist.ProcessGroupGloo)
+    distributed_c10d._NCCL_AVAILABLE = True
+    distributed_c10d.ProcessGroupNCCL = module.ProcessGroupNCCL
     return module

@@ -1,13 +1,20 @@
-// A backend of torch.distributed for the device: gloo, called on a stream of its own.
+// Backends of torch.distributed for the device, which call gloo on a stream of their own: "lag", and a
+// double of NCCL's.
 
 #include "device.h"
 
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
+
+#include <atomic>
+#include <future>
 #include <mutex>
 #include <unordered_map>
+#include <thread>
 
 namespace lag {
 namespace {
@@ -84,14 +91,11 @@ class LagWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-class LagBackend final : public c10d::Backend {
- public:
-  explicit LagBackend(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+using Gloo = c10::intrusive_ptr<c10d::Backend>;
 
-  const std::string getBackendName() const override {
-    return "lag";
-  }
+class StreamBackend : public c10d::Backend {
+ public:
+  using Backend::Backend;
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
       override {
@@ -152,7 +156,22 @@ class LagBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
     c10d::BarrierOptions plain;
     plain.timeout = options.timeout;
-    return gloo_->barrier(plain);
+    return gloo_on(c10::impl::VirtualGuardImpl(kLag).getDevice())->barrier(plain);
+  }
+
+ protected:
+  // The backend that carries out the operations on tensors of a device.
+  virtual Gloo gloo_on(c10::Device device) = 0;
+
+  // Block the thread of a stream until an operation has ended.
+  virtual void await(c10::intrusive_ptr<c10d::Work> work) {
+    work->wait();
+  }
+
+  void wait_for_streams() {
+    for (const auto& [device, stream] : streams_) {
+      wait_for(stream, "");
+    }
   }
 
  private:
@@ -165,6 +184,13 @@ class LagBackend final : public c10d::Backend {
       nbytes += tensor.nbytes();
     }
     count("collectives", 1, nbytes);
+    for (const Tensors* tensors : {&std::as_const(outputs), &inputs}) {
+      for (const auto& tensor : *tensors) {
+        TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
+        TORCH_CHECK(tensor.device() == device, "Tensors must be on one device");
+      }
+    }
+    const auto gloo = gloo_on(device);
     auto& stream = streams_.try_emplace(device.index(), new_stream(device)).first->second;
     hold(stream, end_of(current_stream(device.index())));
     if (last_) {
@@ -176,9 +202,10 @@ class LagBackend final : public c10d::Backend {
     Tensors kept = outputs;
     kept.insert(kept.end(), inputs.begin(), inputs.end());
     auto work = c10::make_intrusive<LagWork>(stream, std::move(outputs), std::move(kept));
-    issue(stream, [work, operation = std::move(operation), gloo = gloo_] {
+    const auto self = c10::intrusive_ptr<StreamBackend>::unsafe_reclaim_from_nonowning(this);
+    issue(stream, [self, work, operation = std::move(operation), gloo] {
       try {
-        operation(*gloo)->wait();
+        self->await(operation(*gloo));
       } catch (const std::exception& error) {
         work->fail(error.what());
       }
@@ -192,9 +219,174 @@ class LagBackend final : public c10d::Backend {
     return c10::impl::VirtualGuardImpl(kLag).getNewStream(device);
   }
 
-  c10::intrusive_ptr<c10d::Backend> gloo_;
   std::unordered_map<int, c10::Stream> streams_;
   std::optional<Moment> last_; // the end of the operation that was issued last
+};
+
+class LagBackend final : public StreamBackend {
+ public:
+  LagBackend(Gloo gloo, bool is_basic)
+      : StreamBackend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), is_basic_(is_basic) {}
+
+  c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
+      override {
+    TORCH_CHECK(
+        !is_basic_ || options.reduceOp != c10d::ReduceOp::AVG, "Cannot use ReduceOp.AVG with basic");
+    return StreamBackend::allreduce(tensors, options);
+  }
+
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK(!is_basic_, "Backend basic does not support _reduce_scatter_base");
+    return StreamBackend::_reduce_scatter_base(output, input, options);
+  }
+
+  const std::string getBackendName() const override {
+    return "lag";
+  }
+
+ protected:
+  Gloo gloo_on(c10::Device) override {
+    return gloo_;
+  }
+
+ private:
+  Gloo gloo_;
+  bool is_basic_; // without averages and reduce-scatter
+};
+
+// A double of ProcessGroupNCCL: it connects at the first operation on a device, or splits an earlier one.
+
+struct NcclConfig {
+  int min_ctas = -1, max_ctas = -1, cga_cluster_size = -1;
+};
+
+struct NcclOptions final : c10d::Backend::Options {
+  explicit NcclOptions(bool is_high_priority_stream)
+      : Options("nccl"), is_high_priority_stream(is_high_priority_stream) {}
+
+  bool is_high_priority_stream;
+  NcclConfig config;
+  c10::intrusive_ptr<c10d::Backend> split_from;
+  int split_color = -2;
+};
+
+std::mutex connections_lock;
+std::vector<std::string> connections; // since the last call of `take_connections`
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Connect = std::function<Gloo(StorePtr, int, int, std::chrono::milliseconds)>;
+Connect connect_gloo;
+
+class NcclBackend final : public StreamBackend {
+ public:
+  NcclBackend(StorePtr store, int rank, int size, c10::intrusive_ptr<NcclOptions> options)
+      : StreamBackend(rank, size), store_(std::move(store)), options_(std::move(options)) {}
+
+  const std::string getBackendName() const override {
+    return "nccl";
+  }
+
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
+  }
+
+  bool supportsSplitting() const override {
+    return true;
+  }
+
+  void setSequenceNumberForGroup() override {}
+
+  void eagerConnectSingleDevice(at::Device device) override {
+    gloo_on(device);
+  }
+
+  void performNocolorSplit(at::Device device) {
+    gloo_on(device);
+    ++splits_;
+  }
+
+  int splits() const {
+    return splits_;
+  }
+
+  bool isInitialized() {
+    std::lock_guard lock(lock_);
+    return !connected_.empty();
+  }
+
+  // As of NCCL: kernels in flight end at once.
+  void abort() override {
+    ended_ = 1;
+    at_end();
+  }
+
+  // As of NCCL: waits for the kernels in flight.
+  void shutdown() override {
+    wait_for_streams();
+    if (ended_ == 0) {
+      ended_ = 2;
+    }
+    at_end();
+  }
+
+ protected:
+  Gloo gloo_on(c10::Device device) override {
+    TORCH_CHECK(ended_ != 1, "NCCL communicator was aborted on rank ", getRank(), ".");
+    TORCH_CHECK(ended_ == 0, "NCCL communicator was destroyed on rank ", getRank(), ".");
+    std::lock_guard lock(lock_);
+    auto& found = connected_[device.index()];
+    if (!found) {
+      found = connect(device.index());
+    }
+    return found;
+  }
+
+  void await(c10::intrusive_ptr<c10d::Work> work) override {
+    // On a thread of its own: gloo can't abort an operation.
+    auto waiting = std::make_shared<std::packaged_task<void()>>([work] { work->wait(); });
+    auto done = waiting->get_future();
+    std::thread([waiting] { (*waiting)(); }).detach();
+    while (done.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready) {
+      TORCH_CHECK(ended_ != 1, "NCCL communicator was aborted on rank ", getRank(), ".");
+    }
+    done.get();
+  }
+
+ private:
+  Gloo connect(int index) {
+    auto* parent = dynamic_cast<NcclBackend*>(options_->split_from.get());
+    auto store = store_;
+    auto name = c10::str("device ", index);
+    if (parent != nullptr && parent->isInitialized()) {
+      // A collective of all ranks of the parent, matched by order.
+      store = parent->store_;
+      name = c10::str("split ", parent->splits_++, " color ", options_->split_color);
+    }
+    {
+      std::lock_guard lock(connections_lock);
+      connections.push_back(c10::str(
+          parent == nullptr ? "new" : "split", " on ", index, ", priority ",
+          options_->is_high_priority_stream, ", min_ctas ", options_->config.min_ctas));
+    }
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(name, store);
+    return connect_gloo(own, getRank(), getSize(), options_->timeout);
+  }
+
+  void at_end() {
+    // Never freed: gloo would wait for the operations of other ranks.
+    static auto& kept = *new std::vector<std::unordered_map<int, Gloo>>;
+    std::lock_guard lock(lock_);
+    kept.push_back(connected_);
+    connected_.clear();
+  }
+
+  StorePtr store_;
+  c10::intrusive_ptr<NcclOptions> options_;
+  std::mutex lock_;
+  std::unordered_map<int, Gloo> connected_; // by device
+  std::atomic<int> splits_{0};
+  std::atomic<int> ended_{0}; // 1: aborted, 2: shut down
 };
 
 } // namespace
@@ -203,13 +395,45 @@ void bind(pybind11::module& module) {
   namespace py = pybind11;
   py::module_::import("torch.distributed");
   py::class_<LagBackend, c10d::Backend, c10::intrusive_ptr<LagBackend>>(module, "LagBackend")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>>(), py::arg("gloo"))
+      .def(py::init<Gloo, bool>(), py::arg("gloo"), py::arg("is_basic") = false)
       .def_property_readonly("options", [](const LagBackend&) { return py::none(); });
   // An occurrence for which a stream waits until the host ends it.
   py::class_<Moment>(module, "Moment").def(py::init<>()).def("end", &Moment::end);
   module.def("hold", [](c10::DeviceIndex device, const Moment& moment) {
     hold(current_stream(device), moment);
   }, py::arg("device"), py::arg("moment"));
+  py::class_<NcclBackend, c10d::Backend, c10::intrusive_ptr<NcclBackend>> nccl(module, "ProcessGroupNCCL");
+  py::class_<NcclConfig>(nccl, "NCCLConfig")
+      .def_readwrite("min_ctas", &NcclConfig::min_ctas)
+      .def_readwrite("max_ctas", &NcclConfig::max_ctas)
+      .def_readwrite("cga_cluster_size", &NcclConfig::cga_cluster_size);
+  py::class_<NcclOptions, c10d::Backend::Options, c10::intrusive_ptr<NcclOptions>>(nccl, "Options")
+      .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
+      .def_readwrite("is_high_priority_stream", &NcclOptions::is_high_priority_stream)
+      .def_readwrite("config", &NcclOptions::config)
+      .def_readwrite("split_from", &NcclOptions::split_from)
+      .def_readwrite("split_color", &NcclOptions::split_color);
+  nccl.def(
+          py::init<StorePtr, int, int, c10::intrusive_ptr<NcclOptions>>(),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"))
+      .def_property_readonly(
+          "options", [](NcclBackend& self) { return self.getBackendOptions(); })
+      .def("perform_nocolor_split", &NcclBackend::performNocolorSplit, py::call_guard<py::gil_scoped_release>())
+      .def("comm_split_count", &NcclBackend::splits);
+  module.def("take_connections", [] {
+    std::lock_guard lock(connections_lock);
+    return std::exchange(connections, {});
+  });
+  module.def("set_connect", [](py::object connect) {
+    connect_gloo = [connect = connect.release()](
+                       StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
+      const py::gil_scoped_acquire gil;
+      return connect(store, rank, size, timeout).cast<Gloo>();
+    };
+  });
   module.def("take_waits", &take_waits);
   module.def("take_counts", &take_counts);
   module.def("seed", &seed, py::arg("number"), py::arg("scale") = 1.0);

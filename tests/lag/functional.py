@@ -346,6 +346,19 @@ def virtual_ranks(rank: Rank) -> None:
             rank.check(grads, mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 5))
 
 
+def virtual_ranks_with_times(rank: Rank) -> None:
+    """Virtual ranks in steps that record when collectives have ended."""
+    params = rank.put(mlp())
+    with fddp.GradSync(params, group=rank.group, virtual_ranks=5, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for number in range(3):
+            own = [rank.put(batch(v, number)) for v in sync.carried_ranks]
+            _, grads, info = step(params, sync.virtual_batches(own))
+            inputs = [(batch(v, number),) for v in range(5)]
+            rank.check(grads, mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 5))
+            assert all(bucket.launch_s <= bucket.done_s for bucket in info.timeline.buckets)
+
+
 def own_stream(rank: Rank) -> None:
     """Steps on a stream other than the default one, with layers on yet another."""
     params = rank.put(mlp())

@@ -66,6 +66,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.uneven,
         f.deterministic,
         f.virtual_ranks,
+        f.virtual_ranks_with_times,
         f.own_stream,
         f.independent_streams,
         f.two_devices,
@@ -104,15 +105,19 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
 }
 
 
-def run(number: int, names: tuple[str, ...], device_type: str, seeds: range) -> None:
+def run(number: int, names: tuple[str, ...], backend: str, seeds: range) -> None:
     """Run scenarios on this rank, on "lag" with the delays of each seed.
 
     The ranks are processes with a default group.
+
+    Args:
+        backend: of the device, such as "lag:nccl".
     """
+    device_type, _, _ = backend.partition(":")
     lags = device_type == "lag"
     if lags:
         lag.load()
-    backend, timeout = f"{device_type}:{'lag' if lags else 'gloo'}", timedelta(seconds=60)
+    timeout = timedelta(seconds=60)
     group = dist.new_group(backend=f"cpu:gloo,{backend}", timeout=timeout)
     bare = dist.new_group(backend=backend, timeout=timeout)
     rank = Rank(number, group, bare, torch.device(device_type, 0))

@@ -22,25 +22,41 @@ def run_on_rank(rank: int, world_size: int, *args: Any) -> None:
     scenarios.run(rank, *args)
 
 
-def check(names: tuple[str, ...], device_type: str, seeds: range = range(1)) -> None:
-    on_two_ranks(run_on_rank, names, device_type, seeds)
+def check(names: tuple[str, ...], backend: str, seeds: range = range(1)) -> None:
+    on_two_ranks(run_on_rank, names, backend, seeds)
 
 
 def test_all_results_are_those_of_the_cpu(lagging: str) -> None:
-    check(tuple(scenarios.SCENARIOS), lagging)
+    check(tuple(scenarios.SCENARIOS), "lag:lag")
+
+
+# Of each kind of collective, and of failures.
+ON_NCCL = (
+    *("value_and_grad", "shards", "operators", "compressed", "sparse", "deterministic"),
+    *("virtual_ranks_with_times", "closed_in_flight", "closed_with_handles", "wrapped", "hooked"),
+)
+
+
+def test_results_over_a_double_of_nccl_are_those_of_the_cpu(lagging: str) -> None:
+    check(ON_NCCL, "lag:nccl")
+
+
+def test_a_backend_needs_neither_averages_nor_a_reduce_scatter(lagging: str) -> None:
+    check(("value_and_grad", "mean_of_gradients", "shards", "operators"), "lag:basic")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_with_other_delays(lagging: str, name: str) -> None:
-    check((name,), lagging, range(1, 21))
+    for backend in ("lag:lag", "lag:nccl"):
+        check((name,), backend, range(1, 21))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_on_a_gpu(name: str) -> None:
-    check((name,), "cuda")
+    check((name,), "cuda:gloo")
 
 
 def waits_on_rank(rank: int, world_size: int, *backends: str) -> list[dict[str, list[str]]]:
@@ -78,9 +94,11 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_host_waits_for_the_device_only_to_read_norms(lagging: str) -> None:
-    for found in itertools.chain(*on_two_ranks(waits_on_rank, "cpu:gloo,lag:lag", "lag:lag")):
-        assert found.pop("value_and_grad, with_info") == ["copy to the host"]
+def test_the_host_waits_for_the_device_only_for_norms_and_times(lagging: str) -> None:
+    backends = "cpu:gloo,lag:lag", "lag:lag", "lag:nccl"
+    for found in itertools.chain(*on_two_ranks(waits_on_rank, *backends)):
+        to_read = {"copy to the host", "synchronize of an event"}  # norms, and when sums ended
+        assert {*found.pop("value_and_grad, with_info")} <= to_read
         assert not any(found.values()), found
 
 

@@ -48,6 +48,26 @@ def test_packing_agrees(name: str, case: Case) -> None:
     assert_same_bits(before, expected)
 
 
+@pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
+def test_a_large_leaf_is_scaled_and_copied_in_one_pass(dtype: torch.dtype) -> None:
+    count = 1 << 20  # elements, in any dtype at least 1 MiB
+    large = values((count,), dtype, seed=1, wild=True).reshape(1024, -1).T
+    shapes = ((3,), tuple(large.shape))
+    layout = Layout((0, 3), shapes, ((1,), large.stride()), count + 3)
+    sources = [torch.ones(3, dtype=dtype), large]
+    buffer, expected = (torch.zeros(count + 3, dtype=dtype) for _ in range(2))
+    pack_reference.pack_(expected, layout, sources, 1 / 3)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        pack_foreach.pack_(buffer, layout, sources, 1 / 3)
+    assert_same_bits(buffer, expected)
+    passes = [
+        event.name
+        for event in profile.events()
+        if event.cpu_parent is None and event.input_shapes[0][:1] == [1024]
+    ]
+    assert [name for name in passes if name in ("aten::mul", "aten::copy_")] == ["aten::mul"]
+
+
 @pytest.mark.parametrize("name", ["pack_", "pack_add_"])
 def test_magnitudes_on_other_devices_are_unknown(name: str) -> None:
     buffer, source = torch.empty(3, device="meta"), torch.empty(3, device="meta")

@@ -52,9 +52,8 @@ def test_each_is_in_one_file_for_them() -> None:
     assert sum(map(len, used.values())) == len(set().union(*used.values()))
 
 
-def test_cuda_is_named_in_one_file() -> None:
-    found = {module for module, path in MODULES.items() if "torch.cuda" in path.read_text()}
-    assert found == {"transport.c10d.nccl"}
+def test_cuda_is_not_named() -> None:
+    assert not [module for module, path in MODULES.items() if "torch.cuda" in path.read_text()]
 
 
 @pytest.mark.slow

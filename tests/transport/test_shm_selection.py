@@ -312,10 +312,10 @@ def test_memory_that_cannot_be_reserved_is_ordinary(ranks: RankPool) -> None:
     ranks.run(2, full_on_rank)
 
 
-@pytest.mark.parametrize("text", [b"auto", b"auto\nx\ny", b"\xff\nx"])
+@pytest.mark.parametrize("text", [b"auto", b"auto\nx\n0\ny", b"\xff\nx\n0\n0"])
 def test_a_malformed_opening_names_its_sender(text: bytes) -> None:
-    c10d = mock.Mock()
-    c10d.exchange.return_value = [b"auto\nGradSync", text]
+    c10d = mock.Mock(history=(0, 0))
+    c10d.exchange.return_value = [b"auto\nGradSync\n0\n0", text]
     with pytest.raises(fddp.DesyncError, match="rank 1 sent a malformed 'opening' message"):
         choose(c10d, "auto", "GradSync")
     c10d.end_opening.assert_called_once()

@@ -70,7 +70,10 @@ def broadcast(
         )
     except TransformError as error:
         transformed = error
-    with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
+    with (
+        outside_transforms(),
+        open_transport(group, "auto", timeout_s, "broadcast", shares=True) as transport,
+    ):
         failure: Exception | None = None
         specs: list[LeafSpec] = []
         try:

@@ -72,7 +72,10 @@ def reconcile(
         check_no_transform("reconcile(tree)", "call it outside")
     except Exception as error:
         problem = error
-    with outside_transforms(), open_transport(group, "auto", timeout_s, "reconcile") as transport:
+    with (
+        outside_transforms(),
+        open_transport(group, "auto", timeout_s, "reconcile", shares=True) as transport,
+    ):
         return reconciled(transport, tree, step, problem)
 
 

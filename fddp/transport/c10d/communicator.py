@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fddp.native import extension
+from fddp.transport.c10d.device_clock import DeviceClock
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import ignore_backend_errors
 from fddp.transport.tree_sum import sum_along_tree_
@@ -107,6 +108,7 @@ class Communicator:
     """
 
     _averages = False  # True if the backend can divide a sum by the number of ranks
+    _uses_streams = False  # True if streams order its works, which the host does not await
     _is_owner = False  # True if this object, rather than torch, owns the backend
     addresses: tuple[str, ...] = ()
     soon_s = 0.0
@@ -117,6 +119,7 @@ class Communicator:
         self._backend = backend
         self._ranks = ranks
         self._place = ranks.index(rank)
+        self._clocks: dict[torch.device, DeviceClock] = {}
         self.issued = 0
         register_fork_owner(self)  # [Note: forks]
 
@@ -127,6 +130,16 @@ class Communicator:
         if backend is None:
             raise RuntimeError("the communicator was closed")
         return backend
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the ranks on a device, which else happens at the first operation; may block. A
+        collective call."""
+
+    @property
+    def averages(self) -> bool:
+        """True if sums on devices are divided within the collective, not after it. Known once the
+        device is connected."""
+        return self._averages and self._uses_streams
 
     def issue(self, operation: Operation) -> Pending:
         """Start `operation`; errors of torch (RuntimeError) propagate."""
@@ -154,6 +167,17 @@ class Communicator:
         if operation.tree is not None:
             return self._exchange(operation, torch.empty_like(bytes_of(operation.tensor)))
         return self._all_reduce(operation)  # other chunks are undefined, so they may be sums
+
+    def _scatter(self, operation: Operation) -> PendingWorks:
+        """Reduce-scatter by the backend's own."""
+        options = c10d.ReduceScatterOptions()
+        if operation.average and self._averages:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        own, whole = operation.chunks[self._place], operation.tensor
+        work = self.backend._reduce_scatter_base(reals_of(own), reals_of(whole), options)
+        if operation.average and not self._averages:
+            return PendingWorks((work,), partial(own.div_, len(operation.ranks)))
+        return PendingWorks((work,))
 
     def _exchange(self, operation: Operation, arrived: Tensor) -> PendingWorks:
         """Reduce-scatter by an all-to-all into the bytes `arrived` and a sum on each rank."""
@@ -235,12 +259,18 @@ class Communicator:
         for work in works:
             work.wait()
 
-    def watch(self, collective: Any) -> Callable[[], float | None]:
+    def watch(self, collective: Any, device: torch.device) -> Callable[[], float | None]:
         """Return a function that returns the completion time in `time.perf_counter()` seconds.
 
-        The time is recorded on the backend's thread without the GIL: acquiring it after the end of
+        On a device of which streams order the works, it is that of the device's clock. Elsewhere
+        the time is recorded on the backend's thread without the GIL: acquiring it after the end of
         the interpreter would end the process with SIGABRT instead of its own exit code.
         """
+        if self._uses_streams and device.type != "cpu":
+            clock = self._clocks.get(device)
+            if clock is None:
+                clock = self._clocks[device] = DeviceClock(device)
+            return clock.end_of(collective.works)
         stamps = [extension.compiled.CompletionTimestamp(work) for work in collective.works]
 
         def arrived_s() -> float | None:

@@ -82,15 +82,33 @@ def connect_with_abort(
         check_peers: called repeatedly during the wait; an exception aborts the connection.
     """
     abortable = AbortableStore(store, timeout_s)
+    made = call_with_checks(lambda: connect(abortable), timeout_s, check_peers, abortable.abort)
+    return made, abortable
+
+
+def call_with_checks(
+    call: Callable[[], Any],
+    timeout_s: float,
+    check_peers: Callable[[], None],
+    abort: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the result of a function that blocks until other ranks call it.
+
+    Args:
+        call: called on another thread.
+        timeout_s: time limit, after which DeadlineExceededError is raised.
+        check_peers: called repeatedly during the wait; may raise.
+        abort: called if the wait ends with an error; makes `call` return soon where it can.
+    """
     deadline_s = time.perf_counter() + timeout_s
-    call = threads.Call(lambda: connect(abortable))
-    threads.start_thread(call.run, "fddp-connecting", abortable.abort)
+    running = threads.Call(call)
+    threads.start_thread(running.run, "fddp-connecting", abort)
     try:
-        while not call.ended.acquire(timeout=CHECK_INTERVAL_S):
+        while not running.ended.acquire(timeout=CHECK_INTERVAL_S):
             check_peers()
-            if time.perf_counter() > deadline_s + CHECK_INTERVAL_S:  # later than the store
+            if time.perf_counter() > deadline_s + CHECK_INTERVAL_S:  # later than a store
                 raise DeadlineExceededError(f"timed out after {timeout_s} s")
     except BaseException:
-        abortable.abort()
+        abort()
         raise
-    return call.result(), abortable
+    return running.result()

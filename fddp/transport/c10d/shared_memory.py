@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    import torch
+
     from fddp._C import ShmBackend, ShmOperation
     from fddp.transport.operation import Operation
 
@@ -68,7 +70,7 @@ class ShmCommunicator(Communicator):
         if status != extension.compiled.SHM_OK:
             raise self._error(status, collective)
 
-    def watch(self, collective: ShmOperation) -> Callable[[], float | None]:
+    def watch(self, collective: ShmOperation, device: torch.device) -> Callable[[], float | None]:
         return lambda: collective.done_s
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:

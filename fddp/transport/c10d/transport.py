@@ -16,6 +16,7 @@ by `TORCH_NCCL_ASYNC_ERROR_HANDLING`.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from datetime import timedelta
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d as c10d
 
 from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError, error_text
@@ -35,9 +36,9 @@ from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec, Pen
 from fddp.transport.c10d.gloo import GlooCommunicator
 from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
-from fddp.transport.c10d.nccl import NcclCommunicator
+from fddp.transport.c10d.nccl import NcclBackends, NcclCommunicator, shared_backends
 from fddp.transport.c10d.peer_monitor import PeerMonitor
-from fddp.transport.c10d.rendezvous import connect_with_abort
+from fddp.transport.c10d.rendezvous import call_with_checks, connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
 from fddp.transport.lifetime import threads
@@ -58,7 +59,7 @@ from fddp.transport.liveness.membership import Membership
 from fddp.transport.torch_private import store_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -69,17 +70,31 @@ if TYPE_CHECKING:
     from fddp.transport.shm.host_discovery import HostGroups
 
 _MAX_WORKS = 256  # works remembered before finished ones are removed
+_CPU = torch.device("cpu")
 _FREEING_S = 1.0  # longest that `close` waits for the backend to end
 
 
 class C10dTransport(Transport):
-    """Private communicators over a `torch.distributed` group."""
+    """Private communicators over a `torch.distributed` group.
+
+    Args:
+        group: the group.
+        timeout_s: time limit of each operation; None for the group's own.
+        title: as in `open_transport`.
+        shares: True to share a communicator over nccl with other transports of the group for which
+            this is True; see [Note: shared communicators].
+    """
 
     name = "c10d"
     reason = "it was requested"
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float | None = None, title: str = "transport"
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float | None = None,
+        title: str = "transport",
+        *,
+        shares: bool = False,
     ) -> None:
         check_not_inherited(group)
         self._group = weakref.ref(group)  # [Note: communicators of groups]
@@ -97,6 +112,12 @@ class C10dTransport(Transport):
         self._memory: HostMemory | None = None
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
         self._works = _IssuedWorks()
+        self._is_abandoned = False
+        # Devices on which the communicators are connected, those of later groups at once.
+        self._devices: list[torch.device] = []
+        # Generation of the NCCL backends on which the ranks have agreed.
+        self._generation = 0
+        self._nccl = shared_backends(group) if shares else NcclBackends(is_shared=False)
         store = store_of(group)
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
         try:
@@ -147,7 +168,8 @@ class C10dTransport(Transport):
                 absent,
             )
         self._detector.refresh_processes()  # of all ranks, before any goes on
-        self._connect_through_torch([self._everyone], probe.lost)
+        own = {device: name for device, name in self._backends.items() if name != "nccl"}
+        self._connect_through_torch([self._everyone], own, probe.lost)
 
     def end_opening(self, error: BaseException) -> None:
         """Close because of an error during the opening. Others that wait for this rank are told the
@@ -172,6 +194,50 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.fail(f"the opening of a {title}", error, self._everyone) from error
         self.status.finish("the opening")
+
+    @property
+    def history(self) -> tuple[int, int]:
+        """Generation and order of the NCCL backends."""
+        return self._nccl.generation, self._nccl.order
+
+    def open_nccl(self, histories: Sequence[tuple[int, int]]) -> None:
+        """Open the communicator over nccl of all ranks. A shared one is replaced if its history is
+        not the same on all ranks.
+
+        Args:
+            histories: `history` of each rank.
+        """
+        nccl = {device: name for device, name in self._backends.items() if name == "nccl"}
+        newest = max(generation for generation, _ in histories)
+        self._generation = newest if len(set(histories)) == 1 else newest + 1
+        if nccl and self._generation > self._nccl.generation:
+            end = self._nccl.replace(self._generation)
+            threads.start_thread(end, "fddp-nccl-close", lambda: None)
+        self._connect_through_torch([self._everyone], nccl)
+
+    def connect(self, devices: Sequence[torch.device]) -> None:
+        new = [device for device in devices if device not in self._devices]
+        self._devices += new
+        self._connect_on(new, [self._everyone])
+
+    def _connect_on(
+        self, devices: Sequence[torch.device], groups: Sequence[tuple[int, ...]]
+    ) -> None:
+        for ranks, device in itertools.product(groups, devices):
+            communicator = self._communicators.get(ranks, {}).get(device.type)
+            if communicator is None or device.type == "cpu" or len(ranks) == 1:
+                continue
+            what = f"connecting {counted(len(ranks), 'rank')} on {device}"
+            check_peers = partial(self._peers.check, what, self._peers.begin_wait())
+            try:
+                call_with_checks(partial(communicator.connect, device), self.timeout_s, check_peers)
+            except RuntimeError as error:
+                raise self.fail(what, error, ranks) from error
+            self.status.finish(what)
+
+    def averages(self, device_types: Collection[str]) -> bool:
+        found = [self._communicators[self._everyone].get(each) for each in device_types]
+        return all(each is not None and each.averages for each in found)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -236,7 +302,8 @@ class C10dTransport(Transport):
             self.name, self.reason = self._memory.name, self._memory.reason
             if not self._memory.serves_others:
                 new = [ranks for ranks in new if ranks not in self._memory.communicators]
-        self._connect_through_torch(new)
+        self._connect_through_torch(new, self._backends)
+        self._connect_on(self._devices, new)
 
     def _open_in_memory(self, memory: HostMemory, groups: Sequence[tuple[int, ...]]) -> None:
         others = [device for device in self._backends if device != "cpu"]
@@ -249,9 +316,18 @@ class C10dTransport(Transport):
                 self._communicators.setdefault(ranks, {})["cpu"] = communicator
 
     def _connect_through_torch(
-        self, groups: Sequence[tuple[int, ...]], lost: Callable[[], Sequence[int]] = lambda: ()
+        self,
+        groups: Sequence[tuple[int, ...]],
+        backends: dict[str, str],
+        lost: Callable[[], Sequence[int]] = lambda: (),
     ) -> None:
-        """Connect the ranks of each group; `lost` returns ranks that left the process group."""
+        """Connect the ranks of each group.
+
+        Args:
+            groups: ranks of each.
+            backends: names by device type.
+            lost: returns ranks that left the process group.
+        """
         for ranks in groups:
             group = self._group()
             if group is None:
@@ -266,7 +342,7 @@ class C10dTransport(Transport):
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
-                connected = _new_communicators(spec, self._backends)
+                connected = self._new_communicators(spec, backends)
             except RuntimeError as error:
                 if is_of_this_rank(error):
                     self.end_opening(error)
@@ -277,6 +353,28 @@ class C10dTransport(Transport):
             wait = self.status.waits
             if wait is not None and wait.what == what:
                 self.status.finish(what)
+
+    def _new_communicators(
+        self, spec: CommunicatorSpec, backends: dict[str, str]
+    ) -> dict[str, Communicator]:
+        """Create one communicator for each distinct backend; return them by device type."""
+        makers: dict[str, Callable[[CommunicatorSpec], Communicator]] = {
+            "fddp": _new_fddp_communicator,
+            "gloo": GlooCommunicator,
+            "nccl": partial(
+                NcclCommunicator,
+                backends=self._nccl,
+                generation=self._generation,
+                device_type=next((d for d, name in backends.items() if name == "nccl"), ""),
+            ),
+        }
+        names = dict.fromkeys(backends.values())
+        by_name = {name: makers[name](spec) for name in names if name in makers}
+        others = {device: name for device, name in backends.items() if name not in makers}
+        if others:
+            config = ",".join(f"{device}:{name}" for device, name in others.items())
+            by_name |= dict.fromkeys(others.values(), _GroupCommunicator(spec, config))
+        return {device: by_name[name] for device, name in backends.items()}
 
     def native_collectives(self) -> NativeCollectives:
         communicator = self._in_memory.get(self._everyone)
@@ -316,6 +414,7 @@ class C10dTransport(Transport):
         self._end(reason, is_awaited=self._works.in_flight)
 
     def abandon(self, reason: str) -> None:
+        self._is_abandoned = True
         self._end(reason, is_awaited=True)
 
     def _end(self, reason: str, *, is_awaited: bool) -> None:
@@ -330,7 +429,7 @@ class C10dTransport(Transport):
         self._cancel_finalizer()
         self._detector.stop_listening()
         self.status.board.leave(self.status)
-        failed = self._failure is not None
+        failed = self._failure is not None or self._is_abandoned
         over = threading.Event()
         freeing = [communicator.free(failed=failed, over=over) for communicator in self._opened]
         self._in_memory = {}
@@ -450,7 +549,9 @@ class _C10dWork(Work):
 
     def record_time(self) -> None:
         assert self.collective is not None
-        self._watch = self.communicator.watch(self.collective)
+        # Operations without an object are on the CPU.
+        device = _CPU if self.operation is None else self.operation.tensor.device
+        self._watch = self.communicator.watch(self.collective, device)
 
     def _wait(self, what: str) -> None:
         collective = self.collective
@@ -525,23 +626,11 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """Timeout of the group; torch's default where the backend has no options."""
     options = getattr(backend_of(group, device), "options", None)
-    timeout = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
     return float(timeout.total_seconds())
 
 
 # Communicators of some ranks, one for each device
-
-
-def _new_communicators(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
-    """Create one communicator for each distinct backend; return them by device type."""
-    makers = {"fddp": _new_fddp_communicator, "gloo": GlooCommunicator, "nccl": NcclCommunicator}
-    names = dict.fromkeys(backends.values())
-    by_name = {name: makers[name](spec) for name in names if name in makers}
-    others = {device: name for device, name in backends.items() if name not in makers}
-    if others:
-        config = ",".join(f"{device}:{name}" for device, name in others.items())
-        by_name |= dict.fromkeys(others.values(), _GroupCommunicator(spec, config))
-    return {device: by_name[name] for device, name in backends.items()}
 
 
 def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
@@ -560,6 +649,9 @@ def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
 class _GroupCommunicator(Communicator):
     """Any other backend, through `new_group`, a collective call of all members."""
 
+    _uses_streams = True
+    _scatters = True  # False once it is known that the backend has no reduce-scatter
+
     def __init__(self, spec: CommunicatorSpec, backend: str) -> None:
         members = dist.get_process_group_ranks(spec.group)
         group = dist.new_group(
@@ -570,6 +662,34 @@ class _GroupCommunicator(Communicator):
         )
         super().__init__(group, spec.rank, spec.ranks)
 
+    def connect(self, device: torch.device) -> None:
+        """As in the base class, by a mean of the numbers of the ranks. It shows whether the backend
+        divides sums."""
+        mean = torch.full((1,), float(self._place), device=device)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        try:
+            self.backend.allreduce([mean], options).wait()
+        except (RuntimeError, ValueError):  # on all ranks, before anything is sent
+            return
+        self._averages = mean.item() == (len(self._ranks) - 1) / 2
+
+    def _reduce_scatter(self, operation: Operation) -> PendingWorks:
+        if operation.tree is None and operation.tensor.device.type != "cpu" and self._scatters:
+            try:
+                return self._scatter(operation)
+            except RuntimeError as error:  # on all ranks, before anything is sent
+                if not _is_unsupported(error):
+                    raise
+                self._scatters = False
+        return super()._reduce_scatter(operation)
+
     def _end(self, backend: Any, *, failed: bool) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(backend)
+
+
+def _is_unsupported(error: RuntimeError) -> bool:
+    """Return True if a backend reports that it has no such operation."""
+    texts = ("not support", "not implement", "missing implementation")
+    return isinstance(error, NotImplementedError) or any(text in str(error) for text in texts)

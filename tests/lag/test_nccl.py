@@ -1,0 +1,140 @@
+"""Communicators over NCCL, on a double of its backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import fddp
+from fddp.transport import open_transport
+from tests import lag
+from tests.lag.rank import SMALL, Rank, means, module, on_two_ranks
+from tests.support.models import batch, mlp, mlp_loss
+
+
+def opened(rank: int, backend: str = "cpu:gloo,lag:nccl", **options: Any) -> Rank:
+    lag.load()
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=60), **options)
+    return Rank(rank, group, group, torch.device("lag", 0))
+
+
+def gradients(own: Rank, number: int) -> Any:
+    return torch.func.grad(mlp_loss)(own.put(mlp()), own.put(batch(own.number, number)))
+
+
+# Connections
+
+
+def connections_on_rank(rank: int, world_size: int, is_bound: bool) -> list[list[str]]:
+    device = lag.load()
+    theirs = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    theirs.config.min_ctas = 4
+    own = opened(rank, pg_options=theirs)
+    if is_bound:
+        own.group.bound_device_id = own.device  # as `init_process_group(device_id=)` does
+        own.group._get_backend(own.device).eager_connect_single_device(own.device)
+    device.take_connections()
+    params, found = own.put(mlp()), []
+    with fddp.GradSync(params, group=own.group, **SMALL) as sync:
+        found.append(device.take_connections())
+        for number in range(3):
+            own.check(sync(gradients(own, number)), means(number))
+    ddp = fddp.DistributedDataParallel(module(own.device), process_group=own.group)
+    found.append(device.take_connections())
+    ddp(own.put(batch(rank, 0))).sum().backward()
+    found.append(device.take_connections())
+    for src in range(2):
+        fddp.broadcast(params, src, group=own.group)
+    found.append(device.take_connections())
+    return found
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_communicators_are_connected_at_construction(lagging: str, is_bound: bool) -> None:
+    made = [f"{'split' if is_bound else 'new'} on 0, priority 1, min_ctas 4"]
+    at_sync, at_wrapper, in_step, in_broadcasts = made, made, [], made
+    assert on_two_ranks(connections_on_rank, is_bound) == [
+        [at_sync, at_wrapper, in_step, in_broadcasts] for _ in range(2)
+    ]
+
+
+def along_axes_on_rank(rank: int, world_size: int) -> int:
+    own = opened(rank)
+    mesh = fddp.Topology(host=2, local=1)
+    options: dict[str, Any] = {"group": own.group, "mesh": mesh, "algorithm": "hierarchical"}
+    with fddp.GradSync(own.put(mlp()), **options, **SMALL) as sync:
+        before = len(lag.load().take_connections())
+        for number in range(2):
+            own.check(sync(gradients(own, number)), means(number))
+    assert lag.load().take_connections() == []
+    return before
+
+
+def test_groups_along_axes_are_connected_at_construction(lagging: str) -> None:
+    assert on_two_ranks(along_axes_on_rank) == [1, 1]  # the axis of all ranks
+
+
+# Failures
+
+
+def failed_on_rank(rank: int, world_size: int) -> None:
+    own = opened(rank)
+    params = own.put(mlp())
+    other = fddp.GradSync(params, group=own.group, **SMALL)
+    fails = fddp.GradSync(params, group=own.group, timeout_s=2, **SMALL)
+    own.check(fails(gradients(own, 0)), means(0))
+    if rank == 0:
+        with pytest.raises(fddp.RankLostError):  # the other one closes
+            fails(gradients(own, 1))
+    fails.close()
+    own.check(other(gradients(own, 1)), means(1))
+    other.close()
+    rank_of_first = fddp.broadcast(own.put(torch.full((3,), float(rank))), group=own.group)
+    own.check(rank_of_first, torch.zeros(3))
+
+
+def test_a_failure_ends_operations_in_flight(lagging: str) -> None:
+    on_two_ranks(failed_on_rank)
+
+
+def half_issued_on_rank(rank: int, world_size: int) -> None:
+    own = opened(rank)
+    ours = own.put(torch.full((3,), float(rank)))
+    own.check(fddp.broadcast(ours, group=own.group), torch.zeros(3))
+    with open_transport(own.group, title="broadcast", shares=True) as transport:
+        if rank == 0:
+            transport.broadcast(torch.full((3,), 7.0, device=own.device), 0)
+    lag.load().take_connections()
+    own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
+    assert len(lag.load().take_connections()) == 1
+
+
+def test_a_shared_communicator_is_replaced_if_ranks_have_used_it_differently(lagging: str) -> None:
+    on_two_ranks(half_issued_on_rank)
+
+
+# Passes over the device's memory
+
+
+def passes_on_rank(rank: int, world_size: int, backend: str) -> tuple[int, list[str]]:
+    own = opened(rank, f"cpu:gloo,{backend}")
+    with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
+        grads = gradients(own, 0)
+        own.check(sync(grads), means(0))
+        with torch.profiler.profile() as profile:
+            sync(grads)
+        kinds = ("copy_", "mul", "div", "zero_", "add_")
+        names = [event.name for event in profile.events() if event.cpu_parent is None]
+        passes = [name for name in names if any(kind in name for kind in kinds)]
+        return len(sync.plan.buckets), passes
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_a_bucket_takes_one_pass_where_the_backend_averages(lagging: str, backend: str) -> None:
+    for buckets, passes in on_two_ranks(passes_on_rank, backend):
+        assert passes == ["aten::_foreach_copy_"] * buckets
