@@ -97,6 +97,14 @@ def simulation(notebook: Stored) -> None:
         f"was predicted {1 - optimal[0] / caps[0]:.0%} faster than DDP's caps, and was measured "
         f"{1 - optimal[1] / caps[1]:.0%} faster",
     )
+    notebook.claims("almost the reverse order", "the fewest buckets are the fastest")
+    assert notebook.number("with the measured times, simulator: #") < -0.5
+    assert notebook.number("rank correlation, number of buckets: #") > 0.8
+    few, many = (
+        np.mean(notebook.numbers(rf"{count} [a-d] +simulated +[\d.]+ ms, measured +# ms"))
+        for count in (3, 12)
+    )
+    notebook.claims(f"about {(many - few) / 9:.1f} ms here")
     checks = next(cell.source for cell in notebook.cells if "np.corrcoef" in cell.source)
     assert "if correlation < 0.8:\n    raise" in checks
     assert "if spread < 1.5:\n        raise" in checks
