@@ -188,17 +188,19 @@ def gather(step: Step, position: int) -> None:
     """Sum the sparse gradients of all ranks."""
     op, report = step.program.schedule.ops[position], step.report
     bucket = step.program.buckets[op.bucket]
-    if report is None:
+    if step.program.defers_report:
+        total_weight = float(step.program.scale.ranks)  # every rank has weight 1
+    elif report is None:
         raise InternalError("sparse gradients were gathered before the control word was read")
+    else:
+        total_weight = report.total_weight
     (leaf,) = bucket.leaves
     form = _sparse_form(step, bucket)
     if op.bucket in step.sparse:
         sources, total = step.sparse[op.bucket]
         _put_sparse(step, leaf, total.to(getattr(torch, form.spec.dtype)), sources)
         return
-    parts = [
-        (part.sources[0], part.weight / report.total_weight) for part in step.sources(op.bucket)
-    ]
+    parts = [(part.sources[0], part.weight / total_weight) for part in step.sources(op.bucket)]
     entry = step.recorder.launched(step.program.schedule, step.number, position)
     entry.note_wait()
     what = f"{bucket.text} of step {step.number}"

@@ -39,6 +39,12 @@ def loss(params: dict[str, Tensor], x: float) -> Tensor:
     return total
 
 
+def loss_of_rows(params: dict[str, Tensor], x: float) -> Tensor:
+    """As `loss`, of some rows of a table alone."""
+    rows = torch.nn.functional.embedding(torch.tensor([int(x) % 4, 1]), params["w"], sparse=True)
+    return loss({**params, "w": rows}, x)
+
+
 # Results
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -47,6 +53,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "deterministic": lambda: {"deterministic": True},
     "virtual ranks": lambda: {"virtual_ranks": 4},
     "a local leaf": lambda: {"select": lambda path: path != "b"},
+    "a sparse leaf": lambda: {"sparse": ["w"]},
     "separate word": lambda: {"source": schedule(False)},
     "scaled after": lambda: {"source": schedule(False, scaling="after")},
     "averaged": lambda: {"source": schedule(False, scaling="average")},
@@ -57,16 +64,16 @@ def results(group: Any, kind: str, report: Any) -> list[Any]:
     options = KINDS[kind]()
     source = options.pop("source", PARAMS)
     with fddp.GradSync(source, group=group, report=report, **options) as sync:
-        step = sync.value_and_grad(loss)
+        step = sync.value_and_grad(loss_of_rows if kind == "a sparse leaf" else loss)
         found: list[Any] = []
         for number in range(4):
             batch: Any = 1.0 + group.rank + number
             if kind == "virtual ranks":
                 batch = sync.virtual_batches(float)
             found.append(step(PARAMS, batch))
-            if kind != "virtual ranks":
+            if kind not in ("virtual ranks", "a sparse leaf"):
                 found.append(sync(grads(group.rank, number)))
-        return [fddp.tree_map(lambda leaf: leaf.tolist(), found), sync.plan.to_json()]
+        return [fddp.tree_map(lambda leaf: leaf.to_dense().tolist(), found), sync.plan.to_json()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +126,7 @@ STEP = 2  # of the rank that deviates
 
 
 class Deviation(NamedTuple):
-    """What rank 1 does in a step.
+    """Step of rank 1 that no other rank takes.
 
     Attributes:
         act: takes the step.
