@@ -54,7 +54,7 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
 
 
 class _Opening(NamedTuple):
-    """What a rank sends when it opens a transport."""
+    """Message of a rank that opens a transport."""
 
     name: str
     title: str

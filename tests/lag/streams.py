@@ -1,4 +1,4 @@
-"""What fddp does on several streams and devices, each compared with one process on the CPU."""
+"""Steps of fddp on several streams and devices, each compared with one process on the CPU."""
 
 from __future__ import annotations
 

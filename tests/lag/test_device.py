@@ -58,14 +58,20 @@ def on_a_side_stream(device: torch.device, *, waits: bool) -> torch.Tensor:
     return total * 1
 
 
-def freed_while_in_use(device: torch.device, *, records: bool) -> torch.Tensor:
-    side = torch.Stream(device=device)
-    source = torch.full((100,), 1.0, device=device)
+def used_on(side: torch.Stream, source: torch.Tensor) -> torch.Tensor:
+    """Result of slow work on a side stream, which the caller's has to await."""
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for _ in range(10):
             result = source * 1
     result.record_stream(torch.accelerator.current_stream())
+    return result
+
+
+def freed_while_in_use(device: torch.device, *, records: bool) -> torch.Tensor:
+    side = torch.Stream(device=device)
+    source = torch.full((100,), 1.0, device=device)
+    result = used_on(side, source)
     if records:
         source.record_stream(side)
     del source
@@ -81,11 +87,7 @@ def recorded_on_a_slice(device: torch.device, *, records_whole: bool) -> torch.T
     whole = torch.full((100,), 1.0, device=device)
     layout = Layout(offsets=(0,), shapes=((100,),), strides=((1,),), numel=100)
     (source,) = slices(whole, layout)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        for _ in range(10):
-            result = source * 1
-    result.record_stream(torch.accelerator.current_stream())
+    result = used_on(side, source)
     (whole if records_whole else source).record_stream(side)
     del source, whole
     torch.full((100,), 5.0, device=device)
@@ -97,11 +99,7 @@ def recorded_on_a_view(device: torch.device, *, records: bool) -> torch.Tensor:
     """A view of torch, which has the storage of the whole: recording it protects the block."""
     side = torch.Stream(device=device)
     source = torch.full((200,), 1.0, device=device)[100:]
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        for _ in range(10):
-            result = source * 1
-    result.record_stream(torch.accelerator.current_stream())
+    result = used_on(side, source)
     if records:
         source.record_stream(side)
     del source
