@@ -68,7 +68,6 @@ class ForwardPasses:
     def _prepare(self, ddp: Any, changed: bool) -> None:
         steps, logger, is_grad_enabled = self._steps.open(), ddp.logger, torch.is_grad_enabled()
         logger.begin_forward()
-        steps.engine.check()
         syncs = is_grad_enabled and steps.settings.is_on
         steps.settle()
         if not ddp._lazy_init_ran:

@@ -521,7 +521,9 @@ class Steps:
         return name in OWING or name in SUSPENDED
 
     def settle(self) -> None:
-        """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
+        """Complete the step of a backward pass that was aborted, so that no rank waits for it. Then
+        raise the error of the last step, if its report is read later: before a call of the module,
+        and outside of the block that reports errors of the next step."""
         if self.passes.is_queued:
             self.await_abort()
         with self.lock:
@@ -529,6 +531,8 @@ class Steps:
                 self._note_news(news)
             if self._life.name in OWING:
                 self._complete_owed()
+        if self.is_open:
+            self.engine.check()
 
     def _complete_owed(self) -> None:
         try:

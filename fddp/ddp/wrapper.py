@@ -697,8 +697,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
         As `GradSync.check`.
         """
-        if self._steps.is_open:
-            self._steps.engine.check()
+        self._steps.settle()
 
     @property
     def plan(self) -> BucketPlan:

@@ -11,7 +11,7 @@ no such step fails on this rank (`_unfit_error`), in place of a repair or anothe
 reads the report later, always before the next collective of the same transport, so that all ranks
 exchange their errors at the same place. A rank that fails waits there in the step itself. Its next
 call raises the error again, as that of every other rank does: else its loop would be one step
-ahead.
+ahead. A step within another one, whose collectives follow, reads its report at once.
 """
 
 from __future__ import annotations
@@ -197,10 +197,11 @@ def _unfit_error(step: Step) -> FddpError | None:
     weights = [source.weight] if step.earlier is None else [source.weight, *step.earlier.weights]
     if step.failure is not None:
         return None
-    if unfit := next((weight for weight in weights if weight != 1.0), None):
+    unfit = [weight for weight in weights if weight != 1.0]
+    if unfit:
         return WeightError(
-            f"the weight is {unfit}, and report='next' takes a weight of 1 on every rank, because "
-            f"results are used before the total weight is known; scale the loss, or pass "
+            f"the weight is {unfit[0]}, and report='next' takes a weight of 1 on every rank, "
+            f"because results are used before the total weight is known; scale the loss, or pass "
             f"report='now'"
         )
     paths, advice = program.plan.paths, "with report='next' there is no repair; pass report='now'"

@@ -132,8 +132,10 @@ def _timed(engine: Engine, call: Callable[[], object]) -> tuple[float, float]:
     start_s = time.perf_counter()
     try:
         call()
+        engine.check()
     except BaseException as raised:
         error = raised
+        engine.forget_report()  # all ranks raise here
     took_s = time.perf_counter() - start_s
     if engine.step == steps:  # the other ranks wait in a synchronisation
         engine.fail_step(

@@ -369,6 +369,7 @@ class Engine:
         """
         if step.number not in self._running:
             raise InternalError(f"step {step.number} was finished a second time")
+        is_nested = len(self._running) > 1  # on all ranks
         try:
             self.last_failed = True  # until it has succeeded
             if self.closed_by:  # during the step, perhaps by the very error
@@ -389,19 +390,21 @@ class Engine:
             self.last_failed = False
         except BaseException as error:
             self._on_failure(step, error)
-            self._note_failed(step)
+            if not is_nested:
+                self._note_failed(step)
             raise
         finally:
             self._running.pop(step.number, None)
         if outcome.report is None:
-            self.check()  # of a step within this one
             self._unread = step
-            if step.record_time:  # for its `SyncInfo`
+            if is_nested:
+                self.check()
+            elif step.record_time:  # for its `SyncInfo`, on this rank
                 try:
                     self.check()
                 finally:
                     self._note_failed(step)
-                outcome = outcome._replace(report=step.report)
+            outcome = outcome._replace(report=step.report)
         return outcome
 
     def check(self) -> None:
@@ -637,7 +640,6 @@ def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:
     """Return True if any rank has input, or an error to report; a collective call."""
-    engine.check()
     entry = engine.recorder.launched("vote", engine.step, 1)
     entry.note_wait()
     votes = engine.transport.exchange(bytes([mine]), "votes")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -231,6 +233,71 @@ def test_a_block_that_raises_waits_for_no_report() -> None:
     assert outcomes == [("KeyError", "NoneType"), ("RankLostError", "NoGradientError")]
 
 
+def weightless(group: Any) -> list[Ending]:
+    with fddp.GradSync(PARAMS, group=group, report="next", virtual_ranks=4) as sync:
+        step = sync.value_and_grad(loss)
+        batches = sync.virtual_batches(lambda v: fddp.EXHAUSTED if v == 0 else float(v))
+        return [ending(lambda: step(PARAMS, batches)), ending(sync.check)]
+
+
+def test_a_virtual_rank_without_input_is_an_error() -> None:
+    (own, own_then), (other, then) = fddp.loopback(RANKS, weightless)
+    assert own.kinds[0] == "WeightError"
+    assert other.kinds[0] == "no error"
+    for outcome in (own_then, then):
+        assert "the weight is 0.0" in outcome.text
+
+
+def within_another(group: Any, piggyback: bool, catches: bool) -> list[str]:
+    plan = [False, True, False, False]
+    fails: list[bool] = []
+
+    def inner_loss(params: Any, x: float) -> Tensor:
+        return raising(params, x) if fails[-1] and group.rank == 1 else loss(params, x)
+
+    with fddp.GradSync(schedule(piggyback), group=group, report="next") as sync:
+        inner = sync.value_and_grad(inner_loss)
+
+        def outer_loss(params: Any, x: float) -> Tensor:
+            with contextlib.suppress(*[fddp.PeerError, ArithmeticError] if catches else []):
+                inner(params, x)
+            return loss(params, x)
+
+        outer = sync.value_and_grad(outer_loss)
+        kinds = []
+        for each in plan:
+            fails.append(each)
+            kinds.append(ending(lambda: outer(PARAMS, 1.0)).kinds[0])
+        return kinds
+
+
+@PLACES
+def test_a_step_within_another_reads_its_report_at_once(piggyback: bool) -> None:
+    """The collectives of the outer step follow."""
+    first, second = fddp.loopback(RANKS, within_another, piggyback, False)
+    assert first == ["no error", "PeerError", "PeerError", "no error"]
+    assert second == ["no error", "ArithmeticError", "PeerError", "no error"]
+    assert fddp.loopback(RANKS, within_another, piggyback, True) == [["no error"] * 4] * RANKS
+
+
+def tuned(group: Any) -> list[str]:
+    calls = iter(range(1000))
+
+    def sometimes(params: Any, x: float) -> Tensor:
+        return raising(params, x) if next(calls) == 1 and group.rank == 1 else loss(params, x)
+
+    with fddp.GradSync(PARAMS, group=group, report="next") as sync:
+        step = sync.value_and_grad(sometimes)
+        tune: Callable[[], Any] = lambda: sync.tune(step, PARAMS, 1.0, rounds=1)  # noqa: E731
+        return [ending(call).kinds[0] for call in (tune, tune, lambda: step(PARAMS, 1.0))]
+
+
+def test_tuning_fails_in_the_same_call_on_all_ranks() -> None:
+    first, second = fddp.loopback(RANKS, tuned)
+    assert first == ["PeerError", "no error", "no error"]
+    assert second == ["ArithmeticError", "no error", "no error"]
+
+
 # What needs the report before results are used
 
 
@@ -297,6 +364,21 @@ def test_wrapped_modules_train_as_with_reports_at_once() -> None:
     assert fddp.loopback(RANKS, train, "now") == fddp.loopback(RANKS, train, "next")
 
 
+class Aborted(torch.autograd.Function):
+    """Its backward pass raises if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, aborts: bool) -> Tensor:
+        ctx.aborts = aborts
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.aborts:
+            raise ArithmeticError("within backward")
+        return grads[0], None
+
+
 class Gated(torch.nn.Module):
     """Uses its second layer if asked to."""
 
@@ -305,8 +387,8 @@ class Gated(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         self.norm = torch.nn.BatchNorm1d(2)  # its buffers are broadcast in forward
 
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        y: Tensor = self.norm(self.first(x))
+    def forward(self, x: Tensor, both: bool, aborts: bool = False) -> Tensor:
+        y: Tensor = self.norm(Aborted.apply(self.first(x), aborts))
         return y + self.second(x) if both else y
 
 
@@ -331,6 +413,32 @@ def test_wrapped_modules_raise_in_the_next_forward_pass() -> None:
         assert following.kinds[0] == "PeerError", following
         assert "rank 1 failed at step 12" in following.text
         assert checked.kinds[0] == "no error", checked
+
+
+def wrapped_raises(group: Any, where: str) -> list[str]:
+    """Kinds of errors of steps, in the third of which rank 1 raises."""
+    ddp = fddp.DistributedDataParallel(Gated(), process_group=group, report="next")
+
+    def step(fails: bool) -> None:
+        with ddp.in_step() if where == "block" else contextlib.nullcontext():
+            y = ddp(torch.ones(3, 2), True, aborts=fails)
+            if fails and where == "block":
+                raise ArithmeticError("between forward and backward")
+            y.sum().backward()
+
+    for _ in range(12):
+        step(False)
+    plan = [number == 2 and group.rank == 1 for number in range(6)]
+    return [ending(partial(step, fails)).kinds[0] for fails in plan]
+
+
+@pytest.mark.filterwarnings("ignore:the step of an aborted backward pass")
+@pytest.mark.parametrize("where", ["block", "backward"])
+def test_wrapped_modules_go_on_after_an_exception(where: str) -> None:
+    """Which other ranks take for no error of their next step."""
+    first, second = fddp.loopback(RANKS, wrapped_raises, where)
+    assert first == ["no error"] * 3 + ["PeerError"] + ["no error"] * 2
+    assert second == ["no error"] * 2 + ["ArithmeticError", "PeerError"] + ["no error"] * 2
 
 
 @pytest.mark.parametrize(
