@@ -113,7 +113,7 @@ struct alignas(64) MemberSlot {
   std::atomic<Status> status;                      // valid if `state` is kFailed
   std::atomic<uint64_t> blamed[kMaxMembers / 64];  // bitset of the members that caused the failure
   std::atomic<uint64_t> completed;                 // operations completed before the failure
-  std::atomic<uint32_t> thread;                    // progress thread; see ThreadMark
+  alignas(8) std::atomic<uint32_t> life;           // see LifeMark
   alignas(64) Descriptor ring[kRingSlots];
   EventCount messages;  // a message has arrived, or a peer has made room for one; see messages.h
   std::atomic<uint64_t> outboxes[kMaxMembers];  // by receiver: 1 + offset of the outbox, or 0

@@ -1,5 +1,6 @@
 #include "futex.h"
 
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,20 +19,6 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }
 
 }  // namespace
-
-ThreadMark::ThreadMark(std::atomic<uint32_t>& word)
-    : word_(word),
-      entry_{&head_.list},
-      head_{{&entry_}, reinterpret_cast<char*>(&word) - reinterpret_cast<char*>(&entry_), nullptr} {
-  // This replaces the thread's list of the C library, for robust mutexes, which it does not use.
-  syscall(SYS_set_robust_list, &head_, sizeof head_);
-  word_.store(static_cast<uint32_t>(syscall(SYS_gettid)));
-}
-
-ThreadMark::~ThreadMark() {
-  word_.store(0);
-  syscall(SYS_set_robust_list, nullptr, sizeof head_);
-}
 
 void wake_all(EventCount& event) {
   if (event.waiters.load() == 0) return;

@@ -8,8 +8,6 @@
 
 #pragma once
 
-#include <linux/futex.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -42,24 +40,6 @@ void wait_for(EventCount& event, std::chrono::nanoseconds timeout, const Ready& 
       event, timeout,
       [](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
 }
-
-// Marks a word of shared memory, initially 0, with the calling thread. The kernel adds
-// FUTEX_OWNER_DIED to the word when the thread ends with the process, or because the process runs
-// another program; forked processes do not affect it. The list of the kernel is in private memory,
-// as peers may overwrite the word.
-class ThreadMark {
- public:
-  explicit ThreadMark(std::atomic<uint32_t>& word);
-  // Clear the word. Called on the same thread.
-  ~ThreadMark();
-  ThreadMark(const ThreadMark&) = delete;
-  ThreadMark& operator=(const ThreadMark&) = delete;
-
- private:
-  std::atomic<uint32_t>& word_;
-  robust_list entry_;
-  robust_list_head head_;
-};
 
 // Hint to the processor that this thread spins.
 inline void cpu_relax() {

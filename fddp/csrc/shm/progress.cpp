@@ -2,9 +2,6 @@
 
 #include "shm_group.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -16,13 +13,6 @@ namespace {
 // Peers rarely wait for space in the ring of copies. They are woken at every 8th phase of small
 // operations only.
 constexpr uint64_t kWakeInterval = 8;
-
-// Signals of the process are handled on the caller's threads.
-void block_signals() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
 
 }  // namespace
 
@@ -400,38 +390,44 @@ Members ShmGroup::blocking_members(const WaitCondition& condition) const {
   return blocking;
 }
 
-// Main function of the progress thread.
-void ShmGroup::progress_loop() {
-  block_signals();
-  pthread_setname_np(pthread_self(), "fddp-shm");
-  const ThreadMark mark(slot(index()).thread);
-  std::unique_lock lock(queue_);
-  while (true) {
-    work_.wait(lock, [&] {
-      return stopping_ || (waiting_threads_ == 0 && progress_target_ > front_);
-    });
-    if (stopping_) return;
-    const uint64_t until = progress_target_ - 1;
-    lock.unlock();
-    WaitCondition condition;
+bool ShmGroup::needs_progress() const {
+  return !stopping_ && waiting_threads_ == 0 && progress_target_ > front_;
+}
+
+// One round of a progress thread.
+bool ShmGroup::progress(Nanoseconds sleep) {
+  uint64_t until;
+  {
+    const std::lock_guard lock(queue_);
+    if (!needs_progress()) return false;
+    until = progress_target_ - 1;
+  }
+  WaitCondition condition;
+  {
+    OperationList to_release;
     {
-      OperationList to_release;
-      const std::lock_guard executing(executor_);
+      const std::lock_guard lock(executor_);
       condition = advance(until, false, to_release);
       if (condition.any()) check_peers(condition, to_release);
     }
-    if (condition.any()) {
-      wait_for(control_block_->event, kSleepInterval, [&] {
-        return stopping_ || satisfied(condition) || until >= first_abandoned();
-      });
-    }
-    lock.lock();
-    if (waiting_threads_ > 0) {
-      lock.unlock();
-      wake_all(control_block_->event);
-      lock.lock();
-    }
+    std::optional<ProgressThreads::Away> away;
+    if (to_release.calls_back()) away.emplace(threads_);
+    to_release.clear();
   }
+  if (condition.any()) {
+    wait_for(control_block_->event, sleep, [&] {
+      return stopping_ || satisfied(condition) || until >= first_abandoned();
+    });
+  }
+  bool awaited;
+  bool more;
+  {
+    const std::lock_guard lock(queue_);
+    awaited = waiting_threads_ > 0;
+    more = needs_progress();
+  }
+  if (awaited) wake_all(control_block_->event);
+  return more;
 }
 
 }  // namespace fddp::shm

@@ -1,5 +1,6 @@
 #include "shm_group.h"
 
+#include <linux/futex.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -87,8 +88,8 @@ ShmGroup::ShmGroup(ShmGroupOptions options)
   try {
     staging_ = allocate_or_throw(
         arena, 2 * kSegmentBytes, "no pages are available for the staging buffer of a group");
-    thread_ = std::thread(&ShmGroup::progress_loop, this);
-    while (slot(index()).thread.load() == 0) std::this_thread::yield();
+    life_.emplace(slot(index()).life);
+    threads_.add();
   } catch (...) {
     arena.free(copy_ring_);
     if (staging_ != 0) arena.free(staging_);
@@ -98,7 +99,7 @@ ShmGroup::ShmGroup(ShmGroupOptions options)
 
 ShmGroup::~ShmGroup() {
   leave();
-  if (thread_.joinable()) thread_.join();
+  threads_.remove(*this);
   // Memory that a peer may still read is not reused.
   reclaim_slots();
   if (failure_.status == Status::kClosed && released_ == issued_) {
@@ -113,12 +114,12 @@ OperationPtr ShmGroup::start(Request request) {
   const Signature& signature = request.signature;
   const bool copied = is_copied(signature, members());
   const bool exchange = signature.kind == Kind::kExchange;
-  const bool wake_progress_thread = request.prompt || !(request.wait_soon || copied);
+  const bool needs_thread = request.prompt || !(request.wait_soon || copied);
   const auto offset = options_.mappings[index()]->offset_of(request.data, signature.bytes());
   const bool aligned = reinterpret_cast<uintptr_t>(request.data) % signature.unit_bytes == 0;
 
   OperationList completed_at_once;
-  const std::lock_guard lock(queue_);
+  std::unique_lock lock(queue_);
   auto operation = std::make_shared<Operation>(std::move(request), issued_);
   operation->in_arena_ =
       !exchange && offset.has_value() && (aligned || signature.number_type == NumberType::kOpaque);
@@ -131,9 +132,11 @@ OperationPtr ShmGroup::start(Request request) {
   ++issued_;
   pending_.push_back(operation);
   post_pending();
-  if (wake_progress_thread || posted_ < issued_) {
+  if (needs_thread || posted_ < issued_) {
     progress_target_ = issued_;
-    if (waiting_threads_ == 0) work_.notify_one();
+    const bool requests = needs_progress();
+    lock.unlock();
+    if (requests) threads_.request(*this);
   }
   return operation;
 }
@@ -332,11 +335,13 @@ Status ShmGroup::wait(Operation& operation, Nanoseconds timeout) {
     wait_for(control_block_->event, std::min<Nanoseconds>(kSleepInterval, until - now), ready);
   }
   bool others;
+  bool requests;
   {
     const std::lock_guard lock(queue_);
     others = --waiting_threads_ > 0;
-    if (!others && progress_target_ > front_) work_.notify_one();
+    requests = needs_progress();
   }
+  if (requests) threads_.request(*this);
   if (others) wake_all(control_block_->event);
   return operation.status();
 }
@@ -350,10 +355,13 @@ bool ShmGroup::done(Operation& operation) {
 }
 
 void ShmGroup::expedite(const Operation& operation) {
-  const std::lock_guard lock(queue_);
-  if (operation.status() != Status::kPending) return;
-  progress_target_ = std::max(progress_target_, operation.number() + 1);
-  if (waiting_threads_ == 0) work_.notify_one();
+  {
+    const std::lock_guard lock(queue_);
+    if (operation.status() != Status::kPending) return;
+    progress_target_ = std::max(progress_target_, operation.number() + 1);
+    if (!needs_progress()) return;
+  }
+  threads_.request(*this);
 }
 
 ShmGroupOptions ShmGroup::options_of_part(
@@ -376,7 +384,7 @@ Members ShmGroup::missing(const Operation& operation) const {
 Members ShmGroup::gone() const {
   Members gone;
   for (size_t m = 0; m < members(); ++m) {
-    gone[m] = (slot(m).thread.load() & FUTEX_OWNER_DIED) != 0 ||
+    gone[m] = (slot(m).life.load() & FUTEX_OWNER_DIED) != 0 ||
               slot(m).state.load() == MemberState::kLeft;
   }
   return gone;
@@ -395,13 +403,20 @@ void ShmGroup::adopt_reported_failure() {
   }
 }
 
-ShmGroup::OperationList::~OperationList() {
+void ShmGroup::OperationList::clear() {
   for (OperationPtr& operation : operations) {
     if (operation->request_.completed) operation->request_.completed();
     // What it refers to may refer to the operation.
     operation->request_.completed = nullptr;
     operation->request_.owner = nullptr;
   }
+  operations.clear();
+}
+
+bool ShmGroup::OperationList::calls_back() const {
+  return std::any_of(operations.begin(), operations.end(), [](const OperationPtr& operation) {
+    return operation->request_.completed != nullptr;
+  });
 }
 
 void ShmGroup::fail(Status status, Members blamed) {
@@ -434,17 +449,16 @@ void ShmGroup::leave() {
     left_ = true;
     stopping_ = true;
   }
-  work_.notify_all();
   wake_all(control_block_->event);
-  // The progress thread can get here by releasing a tensor, which runs Python.
-  if (!is_own_thread()) thread_.join();
+  // A progress thread can get here by releasing a tensor, which runs Python.
+  threads_.remove(*this);
   OperationList to_release;
   const std::lock_guard lock(executor_);
   end_group({Status::kClosed, {}, static_cast<int>(index())}, to_release);
 }
 
 bool ShmGroup::is_own_thread() const {
-  return std::this_thread::get_id() == thread_.get_id();
+  return threads_.is_serving(*this);
 }
 
 bool ShmGroup::is_forked() const {

@@ -2,7 +2,7 @@
 //
 // Operations are posted to the control block in the order in which they were started. They are
 // executed in that order by the thread that holds the executor lock: a thread in `wait`, or else
-// the progress thread.
+// a progress thread.
 //
 // [Note: phases]
 // Each member counts the steps of operations that it has executed; this count is its phase. The
@@ -16,18 +16,18 @@
 #include "control_block.h"
 #include "exchange.h"
 #include "futex.h"
+#include "life_mark.h"
+#include "progress_threads.h"
 
 #include <atomic>
 #include <bitset>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
 namespace fddp::shm {
@@ -54,7 +54,7 @@ struct Failure {
 struct Request {
   Signature signature;
   char* data;
-  bool wait_soon;  // the caller will wait soon, so the progress thread need not be woken
+  bool wait_soon;  // the caller will wait soon, so no progress thread is needed
   bool prompt;      // complete as early as possible, even if no thread waits
   std::shared_ptr<void> owner;  // keeps `data` alive
   char* result = nullptr;       // of a reduce-scatter: this member's chunk; null: in place
@@ -119,7 +119,7 @@ struct ShmGroupOptions {
   size_t waiters_on_host;  // ranks on this host that may wait at the same time
 };
 
-class ShmGroup {
+class ShmGroup final : private Progressing {
  public:
   // Allocate and initialize a control block. Return nullopt if no pages are available.
   static std::optional<uint64_t> make_control_block(Arena& arena, size_t members);
@@ -127,7 +127,7 @@ class ShmGroup {
   // Throws std::invalid_argument if there is no control block of this group at the offset, and
   // std::system_error if no pages or no thread are available.
   explicit ShmGroup(ShmGroupOptions options);
-  ~ShmGroup();
+  ~ShmGroup() override;
   ShmGroup(const ShmGroup&) = delete;
   ShmGroup& operator=(const ShmGroup&) = delete;
 
@@ -178,7 +178,7 @@ class ShmGroup {
   }
   bool is_forked() const;
 
-  // Return true on the progress thread.
+  // Return true on a progress thread that executes operations of this group.
   bool is_own_thread() const;
 
   // State that messages share with the group; see messages.h.
@@ -214,7 +214,14 @@ class ShmGroup {
     OperationList() = default;
     OperationList(const OperationList&) = delete;
     OperationList& operator=(const OperationList&) = delete;
-    ~OperationList();
+    ~OperationList() {
+      clear();
+    }
+
+    // Release the operations, and call their functions.
+    void clear();
+    // Return true if they have functions to be called.
+    bool calls_back() const;
 
     std::vector<OperationPtr> operations;
   };
@@ -229,7 +236,7 @@ class ShmGroup {
   std::optional<uint64_t> reserve_copy(uint64_t bytes);
   void reclaim_slots();
 
-  // progress.cpp. Non-const functions except `progress_loop` are called with the executor lock.
+  // progress.cpp. Non-const functions except `progress` are called with the executor lock.
   WaitCondition advance(uint64_t until, bool only_copied, OperationList& to_release);
   bool step(Operation& operation, bool only_copied, WaitCondition& condition);
   bool match_signatures(Operation& operation);
@@ -250,11 +257,12 @@ class ShmGroup {
   bool satisfied(const WaitCondition& condition) const;
   uint64_t first_abandoned() const;
   Members blocking_members(const WaitCondition& condition) const;
-  void progress_loop();
+  bool progress(Nanoseconds sleep) override;
+  bool needs_progress() const;  // by a progress thread; called with `queue_` held
 
   const ShmGroupOptions options_;
   std::atomic<Nanoseconds> timeout_;
-  const int pid_;  // a forked process has no progress thread and is not a member
+  const int pid_;  // a forked process has no progress threads and is not a member
   ControlBlock* control_block_;
   const bool may_spin_;  // each rank has a processor of its own
   AdaptiveSpin adaptive_spin_;
@@ -276,7 +284,7 @@ class ShmGroup {
   uint64_t posted_ = 0;
   uint64_t executed_ = 0;         // operations whose steps this member has executed
   uint64_t released_ = 0;         // operations that all members have executed
-  uint64_t progress_target_ = 0;  // the progress thread completes operations below this number
+  uint64_t progress_target_ = 0;  // progress threads complete operations below this number
   uint64_t copy_ring_head_ = 0;   // total bytes put into the ring of copies
   uint64_t copy_ring_tail_ = 0;
   struct RingUse {
@@ -290,8 +298,8 @@ class ShmGroup {
 
   std::atomic<uint64_t> staged_operations_ = 0;
   std::atomic<bool> stopping_ = false;
-  std::condition_variable work_;
-  std::thread thread_;
+  ProgressThreads& threads_ = ProgressThreads::of_process();
+  std::optional<LifeMark> life_;
 };
 
 }  // namespace fddp::shm
