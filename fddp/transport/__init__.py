@@ -76,7 +76,10 @@ def open_transport(
         )
     if isinstance(resolved, LoopbackGroup):
         return LoopbackTransport(resolved, timeout_s, title)
-    return choose(C10dTransport(resolved, timeout_s, title, shares=shares), name, title)
+    opened = C10dTransport(
+        resolved, timeout_s, title, shares=shares, may_share_memory=name != "c10d"
+    )
+    return choose(opened, name, title)
 
 
 def default_group() -> dist.ProcessGroup | LoopbackGroup | None:

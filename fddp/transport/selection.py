@@ -40,6 +40,7 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         c10d.open_nccl([opening.history for opening in received])
         if wanted != "c10d":
             _use_memory(c10d, wanted)
+        c10d.end_bootstrap()
     except BaseException as error:
         c10d.end_opening(error)
         raise

@@ -30,6 +30,12 @@ def is_foreign(group: dist.ProcessGroup) -> bool:
     return type(group) is not dist.ProcessGroup and group not in process_groups()
 
 
+def gloo_options() -> Any:
+    """Return options of a gloo backend, which torch exports under this name."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo._Options()
+
+
 def find_backend_by_lower_case(name: str, create: Any) -> None:
     """Make torch find a backend by its name in lower case, which is how torch before 2.15 looks up
     the first plugin for the default backend of a group of "cpu:fddp"."""

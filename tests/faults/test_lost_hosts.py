@@ -78,8 +78,8 @@ def die_while_connecting(rank: int, world_size: int, lost: int, how: str) -> See
     sync = fddp.GradSync(TREE, timeout_s=TIMEOUT_S, transport="c10d")
     meet = Membership.open
 
-    def meet_and_wait(*args: Any) -> tuple[int, ...]:
-        absent = meet(*args)
+    def meet_and_wait(*args: Any, **options: Any) -> tuple[int, ...]:
+        absent = meet(*args, **options)
         if rank == lost:
             later(0.3, signal.SIGKILL)
         elif rank == max({0, 1, 2} - {lost}):

@@ -7,6 +7,7 @@ accept only registered groups.
 from __future__ import annotations
 
 import hashlib
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -140,6 +141,10 @@ class Communicator:
         """True if sums on devices are divided within the collective, not after it. Known once the
         device is connected."""
         return self._averages and self._uses_streams
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the time limit of an operation."""
+        self.backend.set_timeout(timedelta(seconds=timeout_s))
 
     def issue(self, operation: Operation) -> Pending:
         """Start `operation`; errors of torch (RuntimeError) propagate."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from fddp.transport.c10d.communicator import (
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.liveness.interrupts import DeadlineExceededError, from_user_code
 from fddp.transport.liveness.membership import CHECK_INTERVAL_S
+from fddp.transport.torch_private import gloo_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,9 +52,12 @@ class GlooCommunicator(Communicator):
     def __init__(self, spec: CommunicatorSpec) -> None:
         timeout = timedelta(seconds=spec.timeout_s)
         size = len(spec.ranks)
+        self._devices: _Devices | None
+        self._devices = devices = _open_devices()
 
         def make(store: dist.Store) -> dist.ProcessGroupGloo:
-            return dist.ProcessGroupGloo(store, spec.place, size, timeout)
+            options = devices.options(timeout)
+            return dist.ProcessGroupGloo(store, spec.place, size, options)
 
         backend, self._store = connect_with_abort(
             make, spec.store, spec.timeout_s, spec.check_peers
@@ -62,10 +68,14 @@ class GlooCommunicator(Communicator):
         self._scratch = _ScratchPool()
         self._spin = extension.compiled.WorkSpin()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self._timeout_s = timeout_s
+
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         freeing = extension.compiled.BackendRelease(self._backend)
         # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
-        self._backend = None
+        self._backend = self._devices = None
         freeing.start()
         return partial(_await_end, freeing, over)
 
@@ -122,6 +132,40 @@ class GlooCommunicator(Communicator):
                 check_peers()
                 if time.perf_counter() > deadline_s:
                     raise DeadlineExceededError(f"timed out after {self._timeout_s} s")
+
+
+class _Devices:
+    """Listening sockets and the thread of gloo that watches connections. All communicators of this
+    process share them, and they last as long as one of these.
+
+    A connection that fails ends its communicator, and no other one.
+    """
+
+    def __init__(self, interfaces: str) -> None:
+        make = dist.ProcessGroupGloo.create_device
+        self._devices = [make(interface=name) for name in interfaces.split(",") if name]
+        if not self._devices:
+            self._devices = [dist.ProcessGroupGloo.create_default_device()]
+
+    def options(self, timeout: timedelta) -> Any:
+        """Return the options of a new communicator, as torch sets them."""
+        options = gloo_options()
+        options._timeout = timeout
+        options._devices = self._devices
+        options._threads = 2 * len(self._devices)
+        return options
+
+
+_devices: weakref.WeakValueDictionary[tuple[int, str], _Devices] = weakref.WeakValueDictionary()
+
+
+def _open_devices() -> _Devices:
+    # Of a forked process: it has none of the threads that it inherits, see [Note: forks].
+    key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    devices = _devices.get(key)
+    if devices is None:
+        devices = _devices.setdefault(key, _Devices(key[1]))
+    return devices
 
 
 class _ScratchPool:

@@ -32,6 +32,7 @@ from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError,
 from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
+from fddp.transport.c10d.bootstrap import Bootstrap, KeptCommunicator, bootstrap_of
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec, PendingWorks
 from fddp.transport.c10d.gloo import GlooCommunicator
 from fddp.transport.c10d.group_probe import GroupProbe
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from fddp._C import ShmOperation
     from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
+    from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.operation import Operation
     from fddp.transport.shm.host_discovery import HostGroups
 
@@ -83,6 +85,8 @@ class C10dTransport(Transport):
         title: as in `open_transport`.
         shares: True to share a communicator over nccl with other transports of the group for which
             this is True; see [Note: shared communicators].
+        may_share_memory: True if `choose` may use shared memory, so that the communicator of an
+            earlier opening may do for this one; see [Note: communicators of openings].
     """
 
     name = "c10d"
@@ -95,6 +99,7 @@ class C10dTransport(Transport):
         title: str = "transport",
         *,
         shares: bool = False,
+        may_share_memory: bool = True,
     ) -> None:
         check_not_inherited(group)
         self._group = weakref.ref(group)  # [Note: communicators of groups]
@@ -109,6 +114,9 @@ class C10dTransport(Transport):
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}  # by device
         self._opened: list[Communicator] = []
+        # Communicator of the opening, until it has ended; see [Note: communicators of openings].
+        self._opening: KeptCommunicator | None = None
+        self._bootstrap = bootstrap_of(group)
         self._memory: HostMemory | None = None
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
         self._works = _IssuedWorks()
@@ -134,14 +142,15 @@ class C10dTransport(Transport):
         register_fork_owner(self)  # [Note: forks]
         try:
             self._cancel_finalizer = on_finalize(
-                self, partial(self.status.board.leave, self.status)
+                self, partial(_forget, self.status, self._bootstrap)
             )
-            self._open(group, title)
+            self._bootstrap.enter(self.status)
+            self._open(group, title, may_share_memory)
         except BaseException as error:
             self.end_opening(error)
             raise
 
-    def _open(self, group: dist.ProcessGroup, title: str) -> None:
+    def _open(self, group: dist.ProcessGroup, title: str, may_share_memory: bool) -> None:
         what = f"the opening of a {title}"
         self.status.begin(what)
         group_key = self.status.key
@@ -150,10 +159,14 @@ class C10dTransport(Transport):
             self.status.key = f"{group_key}/{count}"
             self._detector.listen(self.rank)
 
+        kept = self._bootstrap.take() if may_share_memory else None
+        if kept is not None:
+            self._opened.append(kept.communicator)
         begin_s, probe = self._peers.begin_wait(), GroupProbe(group)
         check = partial(self._peers.check_opening, what, begin_s, probe.lost)
         try:
-            absent = self._membership.open(self.timeout_s, check, set_key)
+            number = 0 if kept is None else kept.number
+            absent = self._membership.open(self.timeout_s, check, set_key, kept=number)
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
@@ -168,8 +181,19 @@ class C10dTransport(Transport):
                 absent,
             )
         self._detector.refresh_processes()  # of all ranks, before any goes on
-        own = {device: name for device, name in self._backends.items() if name != "nccl"}
-        self._connect_through_torch([self._everyone], own, probe.lost)
+        device = self.control_device.type
+        if kept is not None and self._membership.all_kept:
+            kept.communicator.set_timeout(self.timeout_s)
+            self._communicators[self._everyone] = {device: kept.communicator}
+            self._opening = kept
+        elif self.world_size > 1:
+            if kept is not None:
+                self._opened.remove(kept.communicator)
+                _free([kept.communicator])
+            own = {device: name for device, name in self._backends.items() if name != "nccl"}
+            self._connect_through_torch(self._everyone, own, probe.lost)
+            communicator = self._communicators[self._everyone][device]
+            self._opening = KeptCommunicator(self._membership.count, communicator)
 
     def end_opening(self, error: BaseException) -> None:
         """Close because of an error during the opening. Others that wait for this rank are told the
@@ -185,9 +209,10 @@ class C10dTransport(Transport):
 
     def set_title(self, title: str) -> None:
         """Set the label to `title` and a number. All ranks must have agreed on the title."""
-        device = self.control_device.type
         self._detector.stop_listening()  # all ranks have looked
-        addresses = self._communicators[self._everyone][device].addresses
+        addresses: tuple[str, ...] = ()
+        if self._opening is not None and not self._membership.all_kept:
+            addresses = self._opening.communicator.addresses
         self._membership.forget([*addresses, self._detector.key])
         try:
             self.status.label = f"{title} #{self._membership.number(title, self.timeout_s)}"
@@ -213,7 +238,7 @@ class C10dTransport(Transport):
         if nccl and self._generation > self._nccl.generation:
             end = self._nccl.replace(self._generation)
             threads.start_thread(end, "fddp-nccl-close", lambda: None)
-        self._connect_through_torch([self._everyone], nccl)
+        self._connect_through_torch(self._everyone, nccl)
 
     def connect(self, devices: Sequence[torch.device]) -> None:
         new = [device for device in devices if device not in self._devices]
@@ -250,6 +275,33 @@ class C10dTransport(Transport):
         if self.world_size > 1 and host_groups.share_host(self._everyone):
             self._open_in_memory(self._memory, [self._everyone])
         self.name, self.reason = self._memory.name, self._memory.reason
+
+    def end_bootstrap(self) -> None:
+        """Connect the ranks on devices that memory does not serve. If no device of this transport
+        uses the communicator of the opening, leave it to the next one."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        connected = self._communicators[self._everyone]
+        needed = self._devices_through_torch(self._everyone)
+        is_new = not self._membership.all_kept
+        if is_new and any(connected[device] is opening.communicator for device in needed):
+            return
+        others = {d: c for d, c in connected.items() if c is not opening.communicator}
+        self._communicators[self._everyone] = others
+        missing = {device: name for device, name in needed.items() if device not in others}
+        self._connect_through_torch(self._everyone, missing)
+        self._opened.remove(opening.communicator)
+        _free(self._bootstrap.keep(opening))
+
+    def _devices_through_torch(self, ranks: tuple[int, ...]) -> dict[str, str]:
+        """Backends of the devices on which these ranks need a communicator of torch, by device; the
+        same on all ranks."""
+        if ranks not in self._in_memory:
+            return self._backends
+        if self._memory is None or not self._memory.serves_others:
+            return {}
+        return {device: name for device, name in self._backends.items() if device != "cpu"}
 
     def dismiss_memory(self) -> None:
         """Free the shared memory, in which no communicator was opened."""
@@ -300,9 +352,8 @@ class C10dTransport(Transport):
         if self._memory is not None:
             self._open_in_memory(self._memory, new)
             self.name, self.reason = self._memory.name, self._memory.reason
-            if not self._memory.serves_others:
-                new = [ranks for ranks in new if ranks not in self._memory.communicators]
-        self._connect_through_torch(new, self._backends)
+        for ranks in new:
+            self._connect_through_torch(ranks, self._devices_through_torch(ranks))
         self._connect_on(self._devices, new)
 
     def _open_in_memory(self, memory: HostMemory, groups: Sequence[tuple[int, ...]]) -> None:
@@ -317,18 +368,18 @@ class C10dTransport(Transport):
 
     def _connect_through_torch(
         self,
-        groups: Sequence[tuple[int, ...]],
+        ranks: tuple[int, ...],
         backends: dict[str, str],
         lost: Callable[[], Sequence[int]] = lambda: (),
     ) -> None:
-        """Connect the ranks of each group.
+        """Connect ranks.
 
         Args:
-            groups: ranks of each.
+            ranks: the ranks.
             backends: names by device type.
             lost: returns ranks that left the process group.
         """
-        for ranks in groups:
+        if backends:
             group = self._group()
             if group is None:
                 raise ClosedError(
@@ -431,7 +482,8 @@ class C10dTransport(Transport):
         self.status.board.leave(self.status)
         failed = self._failure is not None or self._is_abandoned
         over = threading.Event()
-        freeing = [communicator.free(failed=failed, over=over) for communicator in self._opened]
+        unused = [*self._opened, *self._bootstrap.leave(self.status)]
+        freeing = [communicator.free(failed=failed, over=over) for communicator in unused]
         self._in_memory = {}
         if self._memory is not None:
             self._memory.free()
@@ -606,6 +658,17 @@ class _IssuedWorks:
 def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
     work = ref()
     return work is not None and work.collective is not None
+
+
+def _free(communicators: Sequence[Communicator]) -> None:
+    """Free communicators without pending operations."""
+    _finish([unused.free(failed=False, over=threading.Event()) for unused in communicators])
+
+
+def _forget(status: TransportStatus, bootstrap: Bootstrap) -> None:
+    """Free what a transport shares with others, if it was collected without having been closed."""
+    status.board.leave(status)
+    _free(bootstrap.leave(status))
 
 
 def _finish(freeing: Sequence[Callable[[], None]]) -> None:

@@ -52,10 +52,12 @@ class Membership:
     Attributes:
         store: part of the group's store for this transport only.
         count: number of the opening, the same on all ranks.
+        all_kept: True if all ranks passed the same number of what they have `kept`.
     """
 
     store: BoundedStore
     count: int
+    all_kept = False
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, client: StoreClientThread | None = None
@@ -64,6 +66,7 @@ class Membership:
         self.store, self.count = self._group_store.prefixed("fddp/0"), 0  # openings begin at 1
         self._rank = rank
         self._world_size = world_size
+        self._kept_key = ""
 
     def open(
         self,
@@ -71,6 +74,7 @@ class Membership:
         check: Callable[[], None] = lambda: None,
         on_count: Callable[[int], None] = lambda count: None,
         on_stopped: Callable[[], None] = lambda: None,
+        kept: int = 0,
     ) -> tuple[int, ...]:
         """Wait for every rank to open; return the absent ranks, none on success.
 
@@ -81,6 +85,7 @@ class Membership:
             check: called repeatedly during the wait; an exception ends the opening on all ranks.
             on_count: called with the number of the opening before other ranks see this one in it.
             on_stopped: called before an opening is skipped that other ranks have stopped.
+            kept: number of what this rank has kept of an earlier opening; 0 for nothing.
 
         Raises:
             StoreTimeoutError: the store did not answer within the time limit.
@@ -102,8 +107,13 @@ class Membership:
                 continue
             on_count(count)
             in_time(self.store).set(f"here/{self._rank}", "")
+            if kept:
+                self._kept_key = f"kept/{kept}"
+                in_time(self.store).add(self._kept_key, 1)
             if in_time(self.store).add("arrived", 1) == self._world_size:
-                in_time(self.store).set("complete", "")  # [Note: one key for all ranks]
+                by = in_time(self.store).add(self._kept_key, 0) if kept else 0
+                # [Note: one key for all ranks]
+                in_time(self.store).set("complete", "kept" if by == self._world_size else "new")
             stopped: BaseException | None = None
             try:
                 absent = self._absent(
@@ -116,6 +126,7 @@ class Membership:
             if stopped is not None:
                 raise stopped
             if outcome == b"go":
+                self.all_kept = kept > 0 and in_time(self.store).get("complete") == b"kept"
                 return ()
             if absent:
                 return absent
@@ -137,7 +148,8 @@ class Membership:
     def forget(self, others: Sequence[str]) -> None:
         """Delete this rank's keys of the opening, and `others`, once all ranks are connected."""
         shared = ["outcome", "arrived", "complete"] if self._rank == 0 else []
-        keys = [f"here/{self._rank}", *others, *shared]
+        own = [key for key in (f"here/{self._rank}", self._kept_key) if key]
+        keys = [*own, *others, *shared]
         with ignore_backend_errors(NotImplementedError):
             self.store.within(GLANCE_S).delete(keys)
 
