@@ -1,8 +1,9 @@
 """fddp has no effect on its process beyond its own calls.
 
 `import fddp` registers the backend "fddp" and does nothing else, and a `GradSync` and a wrapped
-module that were closed leave nothing behind. This file is also the program that checks it, in
-processes of its own: `python -m tests.repo.test_no_effects PART STORE RANK`.
+module that were closed leave nothing behind but a finalizer that ends threads. This file is also
+the program that checks it, in processes of its own: `python -m tests.repo.test_no_effects PART
+STORE RANK`.
 """
 
 from __future__ import annotations
@@ -170,8 +171,12 @@ def _hooks(thing: Any) -> dict[str, Any]:
 
 
 def check_use(backend: str, store: str, rank: int) -> None:
-    """Compare before and after use, on one of two ranks. Torch's own first use comes before."""
+    """Compare before and after use, on one of two ranks. Torch's own first use comes before, and
+    the first thread, whose finalizer stays; see [Note: exits]."""
     import fddp
+    from fddp.transport.lifetime import threads
+
+    threads.start_thread(lambda: None, "first", lambda: None).join()
 
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     step(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))

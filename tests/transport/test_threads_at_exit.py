@@ -65,6 +65,40 @@ def test_a_thread_that_calls_torch_ends_first() -> None:
     assert (run.returncode, run.stderr) == (0, b"")
 
 
+ENDS_MEANWHILE = """
+import threading, time, weakref
+from fddp.transport.lifetime import threads
+from fddp.transport.lifetime.finalizer import on_finalize
+
+class Registry(dict):
+    def items(self):
+        for item in super().items():
+            over.set()
+            while threading.active_count() > 1:
+                time.sleep(0.001)
+            yield item
+
+class Thing:
+    pass
+
+def run():
+    over.wait()
+    cancel()
+
+thing, over = Thing(), threading.Event()
+cancel = on_finalize(thing, print)
+threads.start_thread(run, "ends", over.set)
+weakref.finalize._registry = Registry(weakref.finalize._registry)
+"""
+
+
+def test_a_thread_may_end_while_finalizers_are_looked_through() -> None:
+    """`weakref` does this at exit, and fails if one is removed meanwhile."""
+    command = [sys.executable, "-c", ENDS_MEANWHILE]
+    run = subprocess.run(command, capture_output=True, timeout=HANG_S)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
 SHORT_RUN = """
 import sys
 import torch, torch.distributed as dist

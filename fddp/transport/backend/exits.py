@@ -2,7 +2,7 @@
 
 Works that complete later would run the callbacks of their futures, and release tensors of Python,
 on a thread of the group. A finalizer leaves all groups, which joins these threads. It is created
-with the first group, and called after those of threads and after `atexit` handlers.
+with the first group, and called after `atexit` handlers.
 """
 
 from __future__ import annotations

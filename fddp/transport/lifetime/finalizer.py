@@ -4,15 +4,18 @@
 holds, also in a thread that is being started while another one waits for its start. Closing takes
 locks and starts threads. Finalizers therefore only put a callback into a queue, without a lock, and
 a thread that was started before runs it.
+
+They are weak references with a callback, not `weakref.finalize`, whose registry must not change on
+that thread while the main one looks through it at exit.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import sys
 import threading
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fddp.transport.lifetime import threads
@@ -34,6 +37,8 @@ class _Closer:
         """Reset in a forked process, see [Note: forks]. The parent closes its own objects."""
         self._lock = threading.RLock()
         self._dropped: _Dropped = queue.SimpleQueue()
+        self._references: dict[int, weakref.ref[Any]] = {}  # to the objects, by number
+        self._numbers = itertools.count()
         self._watched = 0
         self._has_thread = self._ended = False
 
@@ -43,9 +48,14 @@ class _Closer:
             self._watched += 1
         if starts:
             self._start()
-        finalizer = weakref.finalize(thing, self._dropped.put, close)
-        finalizer.atexit = False
-        return partial(_forget, finalizer, self._dropped)
+        number, references, dropped = next(self._numbers), self._references, self._dropped
+
+        def end(close: Callable[[], None]) -> None:
+            if references.pop(number, None) is not None:  # once
+                dropped.put(close)
+
+        references[number] = weakref.ref(thing, lambda _: end(close))
+        return lambda: end(lambda: None)
 
     def _start(self) -> None:
         register_fork_owner(self)
@@ -75,11 +85,6 @@ class _Closer:
                 self._has_thread = self._watched > 0
                 if not self._has_thread:
                     return
-
-
-def _forget(finalizer: weakref.finalize[Any, Any], dropped: _Dropped) -> None:
-    if finalizer.detach() is not None:
-        dropped.put(lambda: None)
 
 
 _closer = _Closer()

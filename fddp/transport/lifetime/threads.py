@@ -6,9 +6,10 @@ that call such functions are started here. Before the interpreter ends they are 
 with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
 store is not joined: it does not return to the interpreter while the store is silent.
 
-This is done by a `weakref.finalize` that exists while there are such threads. Finalizers are called
-by an `atexit` handler that `import torch` registers. Handlers are called in reverse order, so those
-of callers, which may close transports and thereby start threads, are called before it.
+This is done by a `weakref.finalize`. Finalizers are called by an `atexit` handler that `import
+torch` registers. Handlers are called in reverse order, so those of callers, which may close
+transports and thereby start threads, are called before it. The finalizer stays when the last thread
+ends: `weakref` fails if another thread removes one while the handler looks through them.
 
 [Note: failed starts] For lack of memory a new thread may end before it has reported its start, for
 which `threading.Thread.start` waits without a limit. The function by which the interpreter began
@@ -37,15 +38,8 @@ class ThreadStartError(FddpError):
     """This process can't start another thread."""
 
 
-class _Running:
-    """Threads that run. An instance lives as long as one of its threads does."""
-
-    def __init__(self) -> None:
-        self.stops: dict[threading.Thread, Callable[[], None]] = {}
-        self.at_exit = weakref.finalize(self, _end_all, self.stops)
-
-
-_newest: weakref.ref[_Running] | None = None
+_stops: dict[threading.Thread, Callable[[], None]] = {}  # of the threads that run
+_at_exit: weakref.finalize[..., Any] | None = None
 
 
 def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
@@ -55,23 +49,21 @@ def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -
     Do not hold locks: the garbage collector may run on the new thread and finalize objects that
     take them.
     """
-    global _newest
-    running = None if _newest is None else _newest()
-    if running is None or not running.at_exit.alive:
-        running = _Running()
-        _newest = weakref.ref(running)
-    thread = _Thread(target=_run, args=(run, running), name=name, daemon=True)
-    running.stops[thread] = stop
+    global _at_exit
+    if _at_exit is None or not _at_exit.alive:
+        _at_exit = weakref.finalize(_end_all, _end_all)
+    thread = _Thread(target=_run, args=(run,), name=name, daemon=True)
+    _stops[thread] = stop
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        running.stops.pop(thread, None)
+        _stops.pop(thread, None)
         raise ThreadStartError(
             f"the thread {name!r} can't be started ({str(error) or type(error).__name__}); raise "
             f"the limits of this process (ulimit -u, ulimit -v), or free threads and memory"
         ) from error
     except BaseException:
-        running.stops.pop(thread, None)
+        _stops.pop(thread, None)
         raise
     return thread
 
@@ -117,17 +109,17 @@ class _Started(threading.Event):
         return True
 
 
-def _run(run: Callable[[], None], running: _Running) -> None:
+def _run(run: Callable[[], None]) -> None:
     try:
         run()
     finally:
-        running.stops.pop(threading.current_thread(), None)
+        _stops.pop(threading.current_thread(), None)
 
 
-def _end_all(stops: dict[threading.Thread, Callable[[], None]]) -> None:
+def _end_all() -> None:
     until_s = time.perf_counter() + _END_S
     # After a fork the parent's threads are not alive, and their locks may be held.
-    threads = [(thread, stop) for thread, stop in list(stops.items()) if thread.is_alive()]
+    threads = [(thread, stop) for thread, stop in list(_stops.items()) if thread.is_alive()]
     for _, stop in threads:
         stop()
     for thread, _ in threads:
