@@ -29,7 +29,7 @@ import torch.utils.cpp_extension as cpp_extension
 from torch.distributed import distributed_c10d
 
 _HERE = Path(__file__).parent
-_SOURCES = ("device.cpp", "operators.cpp", "sparse.cpp", "backend.cpp")
+_SOURCES = ("device.cpp", "graph.cpp", "operators.cpp", "sparse.cpp", "backend.cpp")
 _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 _NAME = "fddp_lag"
 BUILD = _HERE.parents[1] / "build" / "lag"
@@ -53,6 +53,10 @@ class _Module:
     @staticmethod
     def set_device(index: int) -> None:
         torch.accelerator.set_device_index(index)
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        return bool(load().is_current_stream_capturing())
 
     @staticmethod
     def _is_in_bad_fork() -> bool:
@@ -138,6 +142,7 @@ def load() -> Any:
     dist.Backend.register_backend("lag", create, devices=["lag"])
     dist.Backend.register_backend("basic", create_basic, devices=["lag"])
     module.set_connect(dist.ProcessGroupGloo)
-    distributed_c10d._NCCL_AVAILABLE = True
-    distributed_c10d.ProcessGroupNCCL = module.ProcessGroupNCCL
+    c10d: Any = distributed_c10d
+    c10d._NCCL_AVAILABLE = True
+    c10d.ProcessGroupNCCL = module.ProcessGroupNCCL
     return module

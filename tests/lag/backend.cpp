@@ -49,6 +49,7 @@ class LagWork final : public c10d::Work {
   }
 
   bool isCompleted() override {
+    forbid_in_captures("query of an event");
     return end_.is_over();
   }
 
@@ -193,26 +194,42 @@ class StreamBackend : public c10d::Backend {
     const auto gloo = gloo_on(device);
     auto& stream = streams_.try_emplace(device.index(), new_stream(device)).first->second;
     hold(stream, end_of(current_stream(device.index())));
-    if (last_) {
-      hold(stream, *last_); // gloo matches the operations of ranks by their order
-    }
-    for (int i = 0; i < 20; ++i) {
-      issue(stream, [] {}); // each with a delay: a network is slow
-    }
     Tensors kept = outputs;
     kept.insert(kept.end(), inputs.begin(), inputs.end());
     auto work = c10::make_intrusive<LagWork>(stream, std::move(outputs), std::move(kept));
     const auto self = c10::intrusive_ptr<StreamBackend>::unsafe_reclaim_from_nonowning(this);
-    issue(stream, [self, work, operation = std::move(operation), gloo] {
+    // Those of a graph don't keep the tensors, and their errors are those of the device.
+    const auto failing = recording_of(stream) ? nullptr : work;
+    on_stream(stream, [self, failing, operation = std::move(operation), gloo](const c10::Stream& own) {
+      self->send(own, failing, operation, gloo);
+    });
+    work->begun();
+    return work;
+  }
+
+  void send(
+      const c10::Stream& stream,
+      const c10::intrusive_ptr<LagWork>& work,
+      const Operation& operation,
+      const Gloo& gloo) {
+    if (last_) {
+      hold(stream, *last_); // gloo matches the operations of ranks by their order, as NCCL those of graphs
+    }
+    for (int i = 0; i < 20; ++i) {
+      issue(stream, [] {}); // each with a delay: a network is slow
+    }
+    const auto self = c10::intrusive_ptr<StreamBackend>::unsafe_reclaim_from_nonowning(this);
+    issue(stream, [self, work, operation, gloo] {
       try {
         self->await(operation(*gloo));
       } catch (const std::exception& error) {
+        if (!work) {
+          throw;
+        }
         work->fail(error.what());
       }
     });
-    work->begun();
     last_ = end_of(stream);
-    return work;
   }
 
   static c10::Stream new_stream(c10::Device device) {
@@ -337,6 +354,7 @@ class NcclBackend final : public StreamBackend {
     std::lock_guard lock(lock_);
     auto& found = connected_[device.index()];
     if (!found) {
+      forbid_in_captures("connecting ranks");
       found = connect(device.index());
     }
     return found;
@@ -433,6 +451,10 @@ void bind(pybind11::module& module) {
       const py::gil_scoped_acquire gil;
       return connect(store, rank, size, timeout).cast<Gloo>();
     };
+  });
+  module.def("is_current_stream_capturing", [] {
+    const auto device = c10::impl::VirtualGuardImpl(kLag).getDevice();
+    return recording_of(current_stream(device.index())) != nullptr;
   });
   module.def("take_waits", &take_waits);
   module.def("take_counts", &take_counts);

@@ -160,11 +160,13 @@ struct Block {
   char* address;
   size_t nbytes;
   c10::Stream stream; // on which it was allocated
+  uint64_t graph; // in whose capture, or 0
   std::set<c10::StreamId> others; // that use it
 };
 
 // Gives a freed block to the next allocation of its size on its stream, as a caching allocator does:
-// at once, unless other streams have recorded its use.
+// at once, unless other streams have recorded its use. A block of a capture serves only that until
+// the graph has ended.
 class Memory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -196,6 +198,23 @@ class Memory final : public c10::Allocator {
     }
   }
 
+  void end_graph(uint64_t number, const std::optional<Moment>& last) {
+    std::lock_guard lock(lock_);
+    ended_[number] = last;
+    for (Block* block : std::exchange(left_[number], {})) {
+      leave_graph(block);
+      reuse(block);
+    }
+    for (auto& [key, blocks] : free_) {
+      if (std::get<0>(key) == number) {
+        for (Block* block : std::exchange(blocks, {})) {
+          leave_graph(block);
+          reuse(block);
+        }
+      }
+    }
+  }
+
  private:
   static void ignore(void*) {}
 
@@ -204,14 +223,15 @@ class Memory final : public c10::Allocator {
   Block* take(size_t nbytes, const c10::Stream& stream) {
     std::lock_guard lock(lock_);
     reuse_finished();
-    auto& free = free_[{stream.device_index(), stream.id(), nbytes}];
+    const uint64_t graph = number_of_capture(stream);
+    auto& free = free_[{graph, stream.device_index(), stream.id(), nbytes}];
     Block* block = nullptr;
     if (!free.empty()) {
       block = free.back();
       free.pop_back();
     } else {
       TORCH_CHECK(next_ + nbytes <= kArenaBytes, "out of memory");
-      block = new Block{arena().addresses + next_, nbytes, stream, {}};
+      block = new Block{arena().addresses + next_, nbytes, stream, graph, {}};
       std::memset(reachable(block->address), kPoison, nbytes);
       next_ += nbytes;
     }
@@ -220,13 +240,24 @@ class Memory final : public c10::Allocator {
 
   void give_back(Block* block) {
     std::lock_guard lock(lock_);
+    if (block->graph != 0 && ended_.contains(block->graph)) {
+      leave_graph(block);
+    }
+    if (block->graph != 0) {
+      if (block->others.empty() && number_of_capture(block->stream) == block->graph) {
+        reuse(block);
+      } else {
+        left_[block->graph].push_back(block);
+      }
+      return;
+    }
     if (block->others.empty()) {
       reuse(block);
       return;
     }
     std::vector<Moment> ends;
     for (const auto id : std::exchange(block->others, {})) {
-      ends.push_back(end_of(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), id)));
+      ends.push_back(end_now(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), id)));
     }
     waiting_.emplace_back(block, ends);
   }
@@ -243,16 +274,31 @@ class Memory final : public c10::Allocator {
   }
 
   void reuse(Block* block) {
-    issue(block->stream, [memory = reachable(block->address), nbytes = block->nbytes] {
+    auto overwrite = [memory = reachable(block->address), nbytes = block->nbytes] {
       std::memset(memory, kPoison, nbytes);
-    });
-    free_[{block->stream.device_index(), block->stream.id(), block->nbytes}].push_back(block);
+    };
+    if (block->graph == 0) {
+      issue_now(block->stream, overwrite);
+    } else {
+      overwrite_in_replays(block->stream, overwrite);
+    }
+    free_[{block->graph, block->stream.device_index(), block->stream.id(), block->nbytes}].push_back(block);
+  }
+
+  void leave_graph(Block* block) {
+    if (const auto& last = ended_.at(block->graph)) {
+      hold_now(block->stream, *last);
+    }
+    block->graph = 0;
   }
 
   std::mutex lock_;
   size_t next_ = kGrain;
-  std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> free_; // last in, first out
+  using Key = std::tuple<uint64_t, int, int64_t, size_t>; // of a graph, or 0
+  std::map<Key, std::vector<Block*>> free_; // last in, first out
   std::vector<std::pair<Block*, std::vector<Moment>>> waiting_;
+  std::map<uint64_t, std::vector<Block*>> left_; // by graph: freed, for no further use there
+  std::map<uint64_t, std::optional<Moment>> ended_; // last replays of graphs that have ended
 };
 
 Memory& memory() {
@@ -365,6 +411,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    forbid_in_captures("query of an event");
     return event == nullptr || static_cast<Moment*>(event)->is_over();
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
@@ -372,16 +419,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
+      forbid_in_captures("synchronize of an event");
       count_wait("synchronize of an event");
       static_cast<Moment*>(event)->wait();
       raise_error();
     }
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    forbid_in_captures("elapsed time of events");
     return static_cast<Moment*>(second)->ended_ms() - static_cast<Moment*>(first)->ended_ms();
   }
   bool queryStream(const c10::Stream& stream) const override {
+    forbid_in_captures("query of a stream");
     return end_of(stream).is_over();
+  }
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    return recording_of(stream) != nullptr;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait_for(stream, "synchronize of a stream");
@@ -466,11 +519,13 @@ std::shared_ptr<Moment::State> Moment::make() {
 }
 
 bool Moment::is_over() const {
+  TORCH_CHECK(recording == nullptr, "the host asks for an event that was recorded in a capture");
   std::lock_guard lock(state_->lock);
   return state_->over;
 }
 
 void Moment::wait() const {
+  TORCH_CHECK(recording == nullptr, "the host waits for an event that was recorded in a capture");
   std::unique_lock lock(state_->lock);
   state_->changed.wait(lock, [this] { return state_->over; });
 }
@@ -483,6 +538,7 @@ void Moment::end() {
 }
 
 double Moment::ended_ms() const {
+  TORCH_CHECK(recording == nullptr, "the host asks for an event that was recorded in a capture");
   std::lock_guard lock(state_->lock);
   return state_->ms;
 }
@@ -497,21 +553,26 @@ c10::Stream current_stream(c10::DeviceIndex device) {
   return c10::Stream(c10::Stream::UNSAFE, {kLag, device}, current_streams[device]);
 }
 
-void issue(const c10::Stream& stream, std::function<void()> operation) {
+void issue_now(const c10::Stream& stream, std::function<void()> operation) {
   thread_of(stream).issue(std::move(operation));
 }
 
-Moment end_of(const c10::Stream& stream) {
+Moment end_now(const c10::Stream& stream) {
   Moment moment;
-  issue(stream, [moment]() mutable { moment.end(); });
+  issue_now(stream, [moment]() mutable { moment.end(); });
   return moment;
 }
 
-void hold(const c10::Stream& stream, const Moment& moment) {
-  issue(stream, [moment] { moment.wait(); });
+void hold_now(const c10::Stream& stream, const Moment& moment) {
+  issue_now(stream, [moment] { moment.wait(); });
+}
+
+void end_memory_of_graph(uint64_t number, const std::optional<Moment>& last) {
+  memory().end_graph(number, last);
 }
 
 void wait_for(const c10::Stream& stream, const std::string& why) {
+  forbid_in_captures(why.empty() ? "a wait of the host" : why);
   count_wait(why);
   end_of(stream).wait();
   raise_error();

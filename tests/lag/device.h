@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,8 @@ constexpr c10::DeviceIndex kDevices = 2;
 // Address at which a stream reaches the memory of the device.
 void* reachable(const void* address);
 
+class Recording; // of a graph
+
 // An occurrence on a stream, such as the end of all operations that were issued before.
 class Moment {
  public:
@@ -29,6 +32,10 @@ class Moment {
   void wait() const;
   void end();
   double ended_ms() const;
+
+  // Of a stream that was captured: the capture, and the place there. It is never over.
+  std::shared_ptr<Recording> recording;
+  size_t slot = 0;
 
  private:
   struct State;
@@ -47,6 +54,27 @@ Moment end_of(const c10::Stream& stream);
 
 // Make a stream wait for a moment.
 void hold(const c10::Stream& stream, const Moment& moment);
+
+// As the three above, of streams that are not captured.
+void issue_now(const c10::Stream& stream, std::function<void()> operation);
+Moment end_now(const c10::Stream& stream);
+void hold_now(const c10::Stream& stream, const Moment& moment);
+
+// Call `operation` with the stream. If that is captured: at each replay, with a stream of the graph.
+void on_stream(const c10::Stream& stream, std::function<void(const c10::Stream&)> operation);
+
+// The capture of a stream, or null; and its number, or 0.
+std::shared_ptr<Recording> recording_of(const c10::Stream& stream);
+uint64_t number_of_capture(const c10::Stream& stream);
+
+// Raise an error if a capture does not permit this to the host, as "global" and "thread_local" of CUDA.
+void forbid_in_captures(const std::string& what);
+
+// Overwrite freed memory of a capture at this place of each replay. A join need not wait for it.
+void overwrite_in_replays(const c10::Stream& stream, std::function<void()> overwrite);
+
+// Let the memory of a graph that has ended serve others, after its last replay.
+void end_memory_of_graph(uint64_t number, const std::optional<Moment>& last);
 
 // Block the host until a stream is idle. `why` is counted; empty if the wait stands for nothing that
 // a device does.

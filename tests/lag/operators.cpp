@@ -90,7 +90,11 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 
 at::Tensor& to_device(const at::Tensor& source, at::Tensor& target, bool non_blocking) {
   // As CUDA: pinned memory is read when the copy runs, other memory at once.
-  const auto from = non_blocking && source.is_pinned() ? source : source.clone();
+  const bool is_late = non_blocking && source.is_pinned();
+  if (!is_late) {
+    forbid_in_captures("a copy from memory that is not pinned");
+  }
+  const auto from = is_late ? source : source.clone();
   count("copies", 1, 2 * target.nbytes());
   issue(current_stream(target.device().index()), [from, to = Operand(target)] {
     to.on_host().copy_(from);
