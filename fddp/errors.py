@@ -72,7 +72,8 @@ class WeightError(FddpError, ValueError):
 
 
 class TransformError(FddpError):
-    """A call that fddp does not support inside a `torch.func` transform or `autograd.grad`."""
+    """A call that fddp does not support inside a `torch.func` transform, `autograd.grad`, or the
+    capture of a graph."""
 
 
 class ReentryError(FddpError):

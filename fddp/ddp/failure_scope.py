@@ -38,7 +38,7 @@ def step_scope(ddp: Any, steps: Steps, forward: ForwardPasses) -> Iterator[None]
     except BaseException as error:
         steps.await_abort()
         if _is_expected(steps, forward, step):
-            _report(ddp, steps, forward, error, forward.rounds - done)
+            _report(ddp, forward, error, forward.rounds - done)
         raise
     finally:
         settings.enter_step(False)
@@ -55,21 +55,11 @@ def _is_expected(steps: Steps, forward: ForwardPasses, step: int) -> bool:
     return steps.engine.step == step or steps.is_owed
 
 
-def _report(
-    ddp: Any, steps: Steps, forward: ForwardPasses, error: BaseException, done: int
-) -> None:
-    """Report the error in the rest of a step, `done` of whose rounds around forward passes this
-    rank has run."""
+def _report(ddp: Any, forward: ForwardPasses, error: BaseException, done: int) -> None:
+    """As `ForwardPasses.report`, without raising the error itself."""
     raised_at = error.__traceback__
     try:
-        steps.publish_failure(error)  # first, because others may wait in their forward pass
-        if not steps.is_owed:
-            if done == 0:
-                forward.run_before(ddp)
-            if done == 0 or done % 2 == 1:
-                forward.run_after(ddp)
-            ddp.require_forward_param_sync = True  # as on the others
-        steps.fail(error)
+        forward.report(ddp, error, done)
     except BaseException as raised:
         if raised is not error:
             raise

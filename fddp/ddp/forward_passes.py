@@ -74,6 +74,9 @@ class ForwardPasses:
             ddp._lazy_init()
         if syncs:
             logger.count_forward()
+            if steps.engine.is_captured and (error := steps.engine.capture_error()) is not None:
+                with steps.engine.beside_capture():
+                    self.report(ddp, error)
         if is_grad_enabled:
             ddp._raise_pending()
         if syncs:
@@ -105,6 +108,23 @@ class ForwardPasses:
             self._steps.allow(find_tensors(output))
 
     # Collectives
+
+    def report(self, ddp: Any, error: BaseException, done: int = 0) -> None:
+        """Report an error in the rest of a step, `done` of whose rounds around forward passes this
+        rank has run. A collective call.
+
+        Raises:
+            BaseException: as `Steps.fail`.
+        """
+        steps = self._steps
+        steps.publish_failure(error)  # first, because others may wait in their forward pass
+        if not steps.is_owed:
+            if done == 0:
+                self.run_before(ddp)
+            if done == 0 or done % 2 == 1:
+                self.run_after(ddp)
+            ddp.require_forward_param_sync = True  # as on the others
+        steps.fail(error)
 
     def leave_round(self) -> None:
         """Forget a round that was left by an exception."""

@@ -52,6 +52,7 @@ from fddp.core.protocol.lifecycle import (
     advance,
 )
 from fddp.core.schedule.schedule import summands
+from fddp.core.text import leaf_text
 from fddp.ddp.arguments import Options, Settings
 from fddp.ddp.changed_parameters import ParametersChangedError, check_changed_everywhere
 from fddp.ddp.debug_logs import log_rebuilt
@@ -633,7 +634,9 @@ class Steps:
         try:
             self.step = engine.open(
                 Method.NOTHING if action == "open empty" else Method.MODULE,
-                with_stats=action == "open" and self.recorder.wants(engine.step),
+                with_stats=action == "open"
+                and self.recorder.wants(engine.step)
+                and not engine.is_captured,
             )
         except BaseException as error:
             self._error = error
@@ -674,6 +677,8 @@ class Steps:
             if self.has_changed:
                 raise ParametersChangedError
             assert self.step is not None
+            if self.step.is_captured:
+                self._check_new_gradients(self.step)
             arguments, virtual = self.options.arguments, self.micro_batches
             replaces = arguments.gradient_as_bucket_view and virtual is None
             self.step.begin(
@@ -694,6 +699,15 @@ class Steps:
         except BaseException as error:
             self._error = error
             self._execute_after("failed")
+
+    def _check_new_gradients(self, step: Step) -> None:
+        """Raise for gradients of an earlier step, whose memory a later one would reuse."""
+        for name, leaf in zip(self.parameters.names, self.parameters.leaves, strict=True):
+            if leaf.grad is not None and step.pool.is_view(leaf.grad):
+                raise TransformError(
+                    f"{leaf_text(name)} has a gradient of a step from before the capture of a "
+                    f"graph; call zero_grad(set_to_none=True) before backward()"
+                )
 
     def _fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared."""

@@ -6,7 +6,8 @@ bucket's memory alive. A buffer is reused only when the pool is the only owner o
 typical loop two buffers alternate for each bucket, as the gradients of one step are still held when
 the next begins. A loop that donates or drops its gradients before the next step needs one. On an
 accelerator, the stream that takes a buffer first waits for those that had released it: they may
-still read it.
+still read it. A step that is captured in a graph has memory of its own, which is never reused: each
+replay writes to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
+from fddp.native.capture import is_capturing
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
@@ -55,7 +57,7 @@ class BufferPool:
 
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
-        released = self._released.get(key)
+        released = None if _is_captured(device) else self._released.get(key)
         if released:
             position = self._first_free(released, numel, dtype, device)
             if position >= 0:
@@ -66,6 +68,8 @@ class BufferPool:
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
         """Return a buffer to the pool. Views of it may still be in use."""
+        if _is_captured(buffer.device):
+            return
         released = self._released.pop(key, None)
         if released is None:
             released = []
@@ -118,6 +122,10 @@ class BufferPool:
     def clear(self) -> None:
         """Drop all buffers."""
         self._released = {}
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type not in _WITHOUT_STREAMS and is_capturing(device.type)
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, 
 from fddp.core.protocol.launch import LAUNCHED
 from fddp.core.schedule.op import Op
 from fddp.native import extension
+from fddp.native.capture import is_capturing
 from fddp.native.executor import collectives_of_one
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.program import Program
@@ -53,6 +54,7 @@ class CompiledProgram:
         is_native: True if the extension sends the control word, and packs buckets.
         has_views: True if the results of a regular step are slices of the buffers.
         has_regular_words: True if `regular_word` describes regular steps.
+        accelerators: types of the devices of the buckets other than the CPU.
     """
 
     def __init__(self, program: Program, transport: Transport, hook: BoundHook | None) -> None:
@@ -61,6 +63,8 @@ class CompiledProgram:
         self.collectives = transport.native_collectives()
         schedule, plan = program.schedule, program.plan
         self.is_on_cpu = all(bucket.device == "cpu" for bucket in program.buckets)
+        types = {bucket.device.partition("#")[0] for bucket in program.buckets}
+        self.accelerators = sorted(types - {"cpu", "meta"})
         self.is_native = hook is None and transport.control_device.type == "cpu"
         is_mean = schedule.result != "replicated"  # else it gathers shards
         self.packs_natively = self.is_native and is_mean
@@ -76,6 +80,11 @@ class CompiledProgram:
         # Start of the fingerprints of steps, equal on all ranks with this program.
         self.seed = zlib.crc32(schedule.shared_digest.encode())
         self._words: dict[Method, RegularWord] = {}
+
+    @property
+    def is_captured(self) -> bool:
+        """True if what the caller issues is captured in a graph."""
+        return any(map(is_capturing, self.accelerators))
 
     def close(self) -> None:
         """Release the transport's memory; no further step may start."""

@@ -44,7 +44,7 @@ from fddp.runtime.failures import (
     peer_error,
 )
 from fddp.runtime.nonfinite import StopStepError
-from fddp.runtime.step import Outcome, Step
+from fddp.runtime.step import CAPTURED, Outcome, Step
 
 if TYPE_CHECKING:
     from fddp._C import StepCalls
@@ -329,6 +329,9 @@ def _give_up(step: Step) -> NoReturn:
         raise
     texts = [report.failure for report in reports]
     step.take_failures(texts)
+    if len({CAPTURED in report.step for report in reports}) > 1:
+        # Ranks that capture nothing wait on their devices: the step can't end in good order.
+        raise desync_error(step.transport.rank, reports, returned=returned) from step.failure
     step.note("reported failure" if report.agreed else "reported desync")
     if not report.agreed:
         raise desync_error(step.transport.rank, reports, returned=returned) from step.failure

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _OPENED, _ = advance(Life(), "opened")
 
+CAPTURED = ", captured in a graph"
+"""Part of the moment of a captured step, as ranks compare it."""
+
 
 class Step:
     """One synchronisation.
@@ -79,6 +82,7 @@ class Step:
         record_time: True to record times, norm and finiteness.
         has_next: True if this rank has input for another step; from the loop over uneven inputs.
         hook_states: state of the communication hook by bucket; () if it is stateless.
+        is_captured: True if the step is captured in a graph, on all ranks.
     """
 
     # State of the step. It ends once: with results, in a failure of all ranks, or broken.
@@ -128,6 +132,7 @@ class Step:
         record_time: bool = False,
         has_next: bool = True,
         hook_states: Sequence[Any] = (),
+        is_captured: bool = False,
     ) -> None:
         self.opened_s = self.begun_s = perf_counter()
         self.code = code
@@ -136,7 +141,7 @@ class Step:
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
-        self.idle, self.has_next = idle, has_next
+        self.idle, self.has_next, self.is_captured = idle, has_next, is_captured
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
         self.hook_states = hook_states
         # Call that the control word reports, equal on all ranks that contribute; cleared where
@@ -144,7 +149,7 @@ class Step:
         self.method = method
         # Identifies the step in error texts; its checksum in the control word is equal on ranks in
         # the same step of the same plan.
-        self.moment = f"{number}{label}"
+        self.moment = f"{number}{label}{CAPTURED if is_captured else ''}"
         self.fingerprint = zlib.crc32(self.moment.encode(), code.seed)
         # Factors on gradients before the sum; `begin` sets others under a raw hook.
         self.scale = program.scale

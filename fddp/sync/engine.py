@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from fddp.core.check import check_schedule
 from fddp.core.plan.defaults import timeout_error
@@ -26,6 +28,7 @@ from fddp.errors import (
     RankLostError,
     ReentryError,
     SyncTimeoutError,
+    TransformError,
     TreeMismatchError,
     UnevenError,
     error_text,
@@ -296,6 +299,9 @@ class Engine:
         label: str = "",
     ) -> Step:
         """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
+        if self.is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
+            with self.beside_capture():
+                self.fail_step(error)
         step = self.open(method, with_stats=with_stats, label=label)
         try:
             step.take_begin_result(begin(step))
@@ -309,6 +315,7 @@ class Engine:
         Raises:
             ClosedError: the engine is closed.
             ReentryError: backward of another step runs.
+            TransformError: the step is captured in a graph, and can't be.
             UnevenError: the other ranks have left the loop.
         """
         if self.in_flight is not None:
@@ -323,6 +330,9 @@ class Engine:
                 f"of the same GradSync runs, which ranks reach at different points; call it in "
                 f"the loss function itself, or use another GradSync for it"
             )
+        is_captured = self.is_captured
+        if is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
+            raise error
         setup, turn = self.setup, self.round
         code, idle, nonfinite = setup.code, self._idle, self.terms.nonfinite
         if method is Method.ALL_GATHER and setup.gathering is not None:
@@ -347,6 +357,7 @@ class Engine:
             record_time=with_stats,
             has_next=turn is None or turn.has_next,
             hook_states=self.hook_states or (),
+            is_captured=is_captured,
         )
         self._running[step.number] = weakref.ref(step)
         self.step += 1
@@ -499,6 +510,47 @@ class Engine:
         in_flight = self.in_flight  # another thread may end the step meanwhile
         if in_flight is not None:
             in_flight()
+
+    # Captures
+
+    @property
+    def is_captured(self) -> bool:
+        """True if a step would now be captured in a graph."""
+        return self.setup.code.is_captured
+
+    def capture_error(self, *, with_stats: bool = False) -> TransformError | None:
+        """Return the error of a step that can't be captured in a graph. It is the same on all ranks
+        that capture the step.
+
+        Args:
+            with_stats: as in `run`.
+        """
+        if self.terms.report != "next":
+            problem = "a step whose report is read at once can't be captured in a graph"
+            advice = "pass report='next'"
+        elif self.finished == 0:
+            problem = "the first step can't be captured in a graph"
+            advice = "take one before the capture, as a warm-up"
+        elif with_stats:
+            problem = "times and norms can't be measured in a step that is captured in a graph"
+            advice = "leave out with_info=True"
+        elif any(bucket.sparse for bucket in self.program.plan.buckets):
+            problem = "sparse gradients, whose sizes the host reads, can't be captured in a graph"
+            advice = "make them dense"
+        else:
+            return None
+        return TransformError(f"{problem}; {advice}")
+
+    @contextmanager
+    def beside_capture(self) -> Iterator[None]:
+        """Keep a step that fails out of a capture, on a stream of its own: ranks that capture
+        nothing wait for it. Its zeros are no memory of the pool, as it has no leaf that names the
+        number of a device, so that it awaits no stream that is captured."""
+        with ExitStack() as stack:
+            while self.is_captured:  # also by a stream that torch lends a second time
+                device = torch.accelerator.current_accelerator()
+                stack.enter_context(torch.Stream(device))
+            yield
 
     # Plan, hook and memory
 

@@ -358,8 +358,8 @@ class GradSync(TreeSync):
     def close(self) -> None:
         """Free the communicator and all memory; a second call does nothing. Waits for a step in
         flight, and reads a report that `report="next"` has left, with the errors of `check`."""
-        self._engine.finish_in_flight()
         try:
+            self._engine.finish_in_flight()
             self._engine.check()
         finally:
             self._engine.close("close() was called")

@@ -11,6 +11,7 @@ import torch
 
 from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
+from fddp.errors import TransformError
 from fddp.runtime.finish import send
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.step import Step
@@ -82,7 +83,8 @@ class StepHandle:
 
         Raises:
             TreeMismatchError: what was passed does not fit the plan.
-            TransformError: a `torch.func` transform or a tracer was active at the start.
+            TransformError: a `torch.func` transform or a tracer was active at the start; or a graph
+                is captured, and was not then, or the other way round.
             WeightError, NonFiniteError: as of a call.
             PeerError: another rank raised one of these.
             DesyncError: ranks are at different steps.
@@ -101,6 +103,13 @@ class StepHandle:
             step, self._step = self._step, None
             if step is None:
                 return
+            if step.is_captured != step.code.is_captured:
+                self._step = step
+                was, now = ("inside", "outside") if step.is_captured else ("outside", "inside")
+                raise TransformError(
+                    f"step {step.number} was started {was} of the capture of a graph, and is "
+                    f"awaited {now} of it; call wait() where start() was called"
+                )
             self._engine.note_in_flight(None)
             try:
                 with _on_streams(self._streams):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import lag
+from tests.lag import captures as c
 from tests.lag import functional as f
 from tests.lag import sparse_gradients as s
 from tests.lag import streams as t
@@ -101,6 +102,14 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         t.reconciled,
         t.finalized,
         t.optimized_in_backward,
+        c.captured,
+        c.captured_in_other_ways,
+        c.captured_shards,
+        c.captured_module,
+        c.captured_operators,
+        c.captured_on_one_rank,
+        c.refused,
+        c.refused_module,
     )
 }
 

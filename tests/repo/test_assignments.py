@@ -14,7 +14,6 @@ ALLOWED = {
     "ddp.active_module: weakref.finalize(wrapper, _forget, id(wrapper)).atexit": "weakref's way",
     "ddp.active_module: _active.module": "a variable of the thread, of this module",
     "ddp.delayed_all_reduce: self._parameters[name].grad": "a tensor's",
-    "ddp.failure_scope: ddp.require_forward_param_sync": "torch's name, which others set, too",
     "ddp.failure_scope: error.__traceback__": "an exception's",
     "ddp.forward_passes: ddp.require_forward_param_sync": "torch's name, which others set, too",
     "ddp.join: self._ddp.require_forward_param_sync": "torch's name, which others set, too",

@@ -42,6 +42,10 @@ def _cuda(tree: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cuda(), tree)
 
 
+def _cpu(tree: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.cpu(), tree)
+
+
 def _train(rank: int, world_size: int, steps: int) -> list[tuple[Any, fddp.SyncInfo]]:
     params, results = _cuda(mlp()), []
     with fddp.GradSync(params, **SMALL) as sync:
@@ -64,6 +68,67 @@ def _check(runs: list[Any], steps: int) -> None:
 
 def test_nccl_averages_cuda_gradients(nccl: None) -> None:
     _check([_train(0, 1, 3)], 3)
+
+
+def test_replays_of_a_captured_step_are_steps(nccl: None) -> None:
+    params, x = _cuda(mlp()), batch(0, 0).cuda()
+    with fddp.GradSync(params, report="next", **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for _ in range(3):
+            step(params, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, grads = step(params, x)
+        sync.check()
+        for number in range(3):
+            x.copy_(batch(0, number))
+            graph.replay()
+            assert same_bits([_cpu(grads), _cpu(step(params, x)[1])])
+
+
+def test_a_step_that_can_not_be_captured_is_an_error(nccl: None) -> None:
+    params, x = _cuda(mlp()), batch(0, 0).cuda()
+    with fddp.GradSync(params, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        _, expected = step(params, x)
+        found: list[str] = []
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x * 2  # torch warns of empty graphs
+            try:
+                step(params, x)
+            except fddp.TransformError as error:
+                found.append(str(error))
+        assert "pass report='next'" in found[0]
+        assert same_bits([_cpu(expected), _cpu(step(params, x)[1])])
+
+
+def _iterate(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_replays_of_a_captured_iteration_are_iterations(nccl: None) -> None:
+    stream, x = torch.cuda.Stream(), torch.randn(4, 8, device="cuda")
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(8, 8).cuda() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ddps = [fddp.DistributedDataParallel(net, report="next") for net in nets]
+        optimizers = [torch.optim.Adam(net.parameters(), capturable=True) for net in nets]
+        for each in zip(ddps, optimizers, strict=True):
+            for _ in range(3):
+                _iterate(*each, x)
+        optimizers[0].zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            _iterate(ddps[0], optimizers[0], x)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            _iterate(ddps[1], optimizers[1], x)
+        assert same_bits([_cpu(net.state_dict()) for net in nets])
 
 
 def test_packing_many_leaves_takes_few_launches(nccl: None) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fddp.native import extension
+from fddp.native.capture import is_capturing
 from fddp.transport.c10d.device_clock import DeviceClock
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import ignore_backend_errors
@@ -71,11 +72,12 @@ class PendingWorks(NamedTuple):
 
     works: tuple[dist.Work, ...]
     finish: Callable[[], object] | None = None  # called once all works have finished
+    is_captured: bool = False  # in a graph, where the host must not ask
 
     @property
     def done(self) -> bool:
         # Not a generator, which can swallow the error of a signal handler.
-        return not [work for work in self.works if not work.is_completed()]
+        return not self.is_captured and not [w for w in self.works if not w.is_completed()]
 
     @property
     def succeeded(self) -> bool:
@@ -149,6 +151,12 @@ class Communicator:
     def issue(self, operation: Operation) -> Pending:
         """Start `operation`; errors of torch (RuntimeError) propagate."""
         self.issued += 1
+        pending = self._started(operation)
+        if self._uses_streams and is_capturing(operation.tensor.device.type):
+            return pending._replace(is_captured=True)
+        return pending
+
+    def _started(self, operation: Operation) -> PendingWorks:
         if operation.kind == "all_reduce":
             return self._all_reduce(operation)
         if operation.kind == "reduce_scatter":

@@ -104,14 +104,14 @@ class GlooCommunicator(Communicator):
         if operation.tensor.device.type != "cpu":
             return super()._reduce_scatter(operation)
         memory = self._scratch.acquire(operation.tensor.nbytes)
-        works, add_up = self._exchange(operation, memory[: operation.tensor.nbytes])
+        exchange = self._exchange(operation, memory[: operation.tensor.nbytes])
 
         def finish() -> None:
-            if add_up is not None:
-                add_up()
+            if exchange.finish is not None:
+                exchange.finish()
             self._scratch.release(memory)
 
-        return PendingWorks(works, finish)
+        return PendingWorks(exchange.works, finish)
 
     def _all_gather(self, operation: Operation) -> PendingWorks:
         # gloo's own all-gather copies from a new buffer. For large buffers it takes 2 to 4 times as

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fddp.errors import TransformError
 from fddp.native import extension
+from fddp.native.capture import is_capturing
 from fddp.transport.c10d.communicator import (
     Communicator,
     CommunicatorSpec,
@@ -76,8 +78,17 @@ class NcclBackends:
         self.order = zlib.crc32(label.encode(), self.order)
 
     def connects(self, ranks: tuple[int, ...], device: torch.device) -> bool:
-        """Return True if a backend is not connected on a device yet, and note that it is."""
+        """Return True if a backend is not connected on a device yet, and note that it is.
+
+        Raises:
+            TransformError: it is not, and a graph is captured there.
+        """
         is_new = (ranks, device) not in self._devices
+        if is_new and is_capturing(device.type):
+            raise TransformError(
+                f"the first operation on {device} connects the ranks, which can't be captured in a "
+                f"graph; call it once before the capture"
+            )
         self._devices.add((ranks, device))
         return is_new
 

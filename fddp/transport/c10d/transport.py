@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fddp.core.text import counted
-from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError, error_text
+from fddp.errors import (
+    ClosedError,
+    FddpError,
+    InternalError,
+    SyncTimeoutError,
+    TransformError,
+    error_text,
+)
 from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
@@ -447,6 +454,8 @@ class C10dTransport(Transport):
             )
         try:
             pending = communicator.issue(operation)
+        except TransformError:  # on all ranks, before anything is sent
+            raise
         except RuntimeError as error:
             raise self.fail(str(operation), error, operation.ranks) from error
         work = _C10dWork(self, communicator, pending, operation.ranks)
@@ -503,7 +512,8 @@ class C10dTransport(Transport):
         communicator, operation = work.communicator, work.operation
         # The source of a broadcast may exit once it has sent its data.
         is_broadcast = operation is not None and operation.kind == "broadcast"
-        begin_s = self._peers.begin_wait(0.0 if collective.done else communicator.soon_s)
+        soon_s = communicator.soon_s
+        begin_s = self._peers.begin_wait(0.0 if soon_s == 0.0 or collective.done else soon_s)
 
         def check_peers() -> None:
             if self.closed_by:  # by another thread

@@ -1,0 +1,300 @@
+"""Steps that are captured in a graph, whose replays give the bits of the same steps run eagerly."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fddp
+from fddp.tree.pytree import flatten, map_leaves
+from tests.lag.rank import CAP, SMALL, Rank, gradients, mean_square, module
+from tests.support.endings import Ending, ending
+from tests.support.models import batch, mlp, mlp_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+_numbers = itertools.count(100)
+
+
+def own_stream(rank: Rank) -> torch.Stream:
+    """A stream that is not also one of a backend, which torch lends a second time."""
+    stream = torch.Stream(device=rank.device)
+    if rank.device.type != "lag":
+        return stream
+    return torch.Stream(
+        stream_id=next(_numbers), device_index=0, device_type=int(stream.device_type)
+    )
+
+
+@contextmanager
+def capture(rank: Rank) -> Iterator[torch.accelerator.Graph]:
+    """Capture what is issued in the block, on the current stream or in place of the default one."""
+    graph, stream = torch.accelerator.Graph(), torch.accelerator.current_stream()
+    torch.accelerator.synchronize()
+    with own_stream(rank) if stream.stream_id == 0 else stream:
+        graph.capture_begin()
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
+
+
+def on_host(tree: Any) -> list[Tensor]:
+    """Copies of the leaves."""
+    leaves: list[Tensor] = flatten(map_leaves(lambda leaf: leaf.cpu().clone(), tree))[0]
+    return leaves
+
+
+def check_equal(own: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(map(torch.equal, own, expected)), [own, expected]
+
+
+def others(rank: Rank) -> list[Tensor]:
+    """Tensors of the sizes of buckets, in memory that is free."""
+    shapes = [(64,), (72,)] * 8
+    return [torch.full(shape, 7.0, device=rank.device, dtype=torch.float64) for shape in shapes]
+
+
+def check_replays(
+    rank: Rank, sync: fddp.GradSync, step: Callable[[Tensor], Any], x: Tensor
+) -> None:
+    """Capture a step of an input, and replay it with other ones between eager steps, whose results
+    last. Of the captured step only products of the results are kept."""
+    for number in range(2):
+        step(rank.put(batch(rank.number, number)))
+    with capture(rank) as graph:
+        results = step(x)
+        doubled = map_leaves(lambda leaf: leaf * 2, results)
+        del results
+    sync.check()
+    for number in range(2):
+        # As many as there may be buffers in the pool.
+        eager = [step(rank.put(batch(rank.number, number + k))) for k in range(2)]
+        free = others(rank)
+        before = on_host([eager, free])
+        x.copy_(rank.put(batch(rank.number, number + 1)))
+        graph.replay()
+        again = step(x)
+        check_equal([leaf / 2 for leaf in on_host(doubled)], on_host(again))
+        check_equal(on_host([eager, free]), before)
+        del eager, again, free  # so that later steps take their memory
+
+
+def captured(rank: Rank) -> None:
+    """Steps of a loss function, and of gradients, which are started and awaited."""
+    params, x = rank.put(mlp(layers=2)), rank.put(batch(rank.number, 0))
+    grad = torch.func.grad(mlp_loss)
+    with fddp.GradSync(params, group=rank.group, report="next", **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        check_replays(rank, sync, lambda x: step(params, x)[1], x)
+        check_replays(rank, sync, lambda x: sync.start(grad(params, x)).wait(), x)
+
+
+def captured_in_other_ways(rank: Rank) -> None:
+    """Chains of collectives, and results in memory of their own."""
+    params, x = rank.put(mlp(layers=2)), rank.put(batch(rank.number, 0))
+    ways: list[dict[str, Any]] = [{"reduce_dtype": torch.float32}, {"deterministic": True}]
+    for options in ways:
+        own: dict[str, Any] = {"group": rank.group, "report": "next", **options, **SMALL}
+        with fddp.GradSync(params, **own) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            check_replays(rank, sync, lambda x, step=step: step(params, x)[1], x)  # type: ignore[misc]
+
+
+def captured_shards(rank: Rank) -> None:
+    """A reduce-scatter and an all-gather in one graph."""
+    params, x = rank.put(mlp(layers=2)), rank.put(batch(rank.number, 0))
+    grad = torch.func.grad(mlp_loss)
+    own: dict[str, Any] = {"group": rank.group, "report": "next", **SMALL}
+    with fddp.GradSync(params, algorithm="reduce_scatter", **own) as sync:
+        check_replays(
+            rank, sync, lambda x: sync.all_gather(sync.reduce_scatter(grad(params, x))), x
+        )
+
+
+def captured_operators(rank: Rank) -> None:
+    """Collectives with their derivatives, which connect ranks at the first call."""
+    group = dist.new_group(backend="lag:nccl")
+    x = rank.put(batch(rank.number, 0))
+
+    def mean_of_square(x: Tensor) -> Tensor:
+        return fddp.pmean(x**2, group).sum()
+
+    def call(x: Tensor) -> list[Tensor]:
+        grad = torch.func.grad(mean_of_square)(x)
+        return [grad, fddp.all_gather(x * 2, group), fddp.broadcast(x * 3, group=group)]
+
+    with capture(rank):
+        found = ending(lambda: call(x))
+    assert found.kinds[0] == "TransformError", found
+    assert "call it once before the capture" in found.text, found
+    call(x)
+    with capture(rank) as graph:
+        results = call(x)
+    for number in range(3):
+        x.copy_(rank.put(batch(rank.number, number)))
+        graph.replay()
+        check_equal(on_host(call(x)), on_host(results))
+
+
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    mean_square(ddp, x).backward()
+    optimizer.step()
+
+
+def captured_module(rank: Rank) -> None:
+    """Iterations of a wrapped module with buffers, and of its optimizer, beside eager ones, on one
+    stream: gradients are accumulated on that of the constructor, and the default is not captured.
+    """
+    with own_stream(rank):
+        for as_view in (False, True):
+            check_module(rank, gradient_as_bucket_view=as_view)
+
+
+def check_module(rank: Rank, **options: Any) -> None:
+    options |= {"process_group": rank.group, "bucket_cap_mb": CAP, "report": "next"}
+    nets = [module(rank.device) for _ in range(2)]
+    ddps = [fddp.DistributedDataParallel(net, **options) for net in nets]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    x = rank.put(batch(rank.number, 0))
+    for ddp, optimizer in zip(ddps, optimizers, strict=True):
+        ddp.keep_sync_info()  # of all steps but the captured one
+        for number in range(2):
+            train(ddp, optimizer, rank.put(batch(rank.number, number)))
+    optimizers[0].zero_grad()
+    with capture(rank) as graph:
+        train(ddps[0], optimizers[0], x)
+    means = gradients(nets[0])
+    for number in range(2, 4):
+        x.copy_(rank.put(batch(rank.number, number)))
+        graph.replay()
+        train(ddps[1], optimizers[1], x)
+        check_equal(on_host(nets[0].state_dict()), on_host(nets[1].state_dict()))
+        check_equal(on_host(means), on_host(gradients(nets[1])))
+    del means
+    optimizers[0].zero_grad()  # leaves the gradients to the graph alone
+    free = others(rank)
+    before = on_host(free)
+    graph.replay()
+    train(ddps[1], optimizers[1], x)
+    check_equal(on_host(nets[0].state_dict()), on_host(nets[1].state_dict()))
+    check_equal(on_host(free), before)
+    for ddp in ddps:
+        ddp.check()
+
+
+def refused(rank: Rank) -> None:
+    """Steps that can't be captured: an error on all ranks, with nothing in the graph."""
+    with own_stream(rank):  # also that of earlier steps
+        check_refused(rank)
+
+
+def check_refused(rank: Rank) -> None:
+    params, x = rank.put(mlp()), rank.put(batch(rank.number, 0))
+    grads = rank.put(mlp())
+
+    def attempt(call: Callable[[], object], *, captures: bool = True) -> Ending:
+        if not captures:
+            return ending(call)
+        with capture(rank):
+            return ending(call)
+
+    def check(found: Ending, kind: str, text: str) -> None:
+        assert found.kinds[0] == kind, found
+        assert text in found.text, found
+
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for _ in range(2):
+            check(attempt(lambda: step(params, x)), "TransformError", "pass report='next'")
+            check(attempt(lambda: sync.start(grads)), "TransformError", "pass report='next'")
+            expected = on_host(step(params, x)[1])
+        # Ranks that capture nothing do not wait for the one that does.
+        found = attempt(lambda: step(params, x), captures=rank.number == 1)
+        check(found, ("PeerError", "TransformError")[rank.number], "pass report='next'")
+        check_equal(on_host(step(params, x)[1]), expected)
+        handle = sync.start(grads)
+        check(attempt(handle.wait), "TransformError", "call wait() where start() was called")
+        check_equal(on_host(handle.wait()), on_host(grads))
+    with fddp.GradSync(params, group=rank.group, report="next", **SMALL) as sync:
+        check(attempt(lambda: sync(grads)), "TransformError", "take one before the capture")
+        check(ending(sync.check), "PeerError", "take one before the capture")
+        check_equal(on_host(sync(grads)), on_host(grads))
+        informed = sync.value_and_grad(mlp_loss, with_info=True)
+        check(attempt(lambda: informed(params, x)), "TransformError", "with_info=True")
+        check(ending(sync.check), "PeerError", "with_info=True")
+
+
+def refused_module(rank: Rank) -> None:
+    """As `refused`, of a wrapped module."""
+    with own_stream(rank):
+        check_refused_module(rank)
+
+
+def check_refused_module(rank: Rank) -> None:
+    x, net = rank.put(batch(rank.number, 0)), module(rank.device)
+
+    def iterate(ddp: nn.Module) -> None:
+        mean_square(ddp, x).backward()
+
+    def attempt(ddp: nn.Module, *, captures: bool = True) -> Ending:
+        if not captures:
+            return ending(lambda: iterate(ddp))
+        with capture(rank):
+            return ending(lambda: iterate(ddp))
+
+    for in_step in (False, True):
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        iterate(ddp)
+        before = on_host(gradients(net))
+        net.zero_grad()
+        with capture(rank):
+            if in_step:
+                found = ending(lambda: _in_step(ddp, lambda: iterate(ddp)))  # noqa: B023
+            else:
+                found = ending(lambda: iterate(ddp))  # noqa: B023
+        assert found.kinds[0] == "TransformError", found
+        assert "pass report='next'" in found.text, found
+        found = attempt(ddp, captures=rank.number == 0)
+        assert found.kinds[0] == ("TransformError", "PeerError")[rank.number], found
+        iterate(ddp)
+        check_equal(on_host(gradients(net)), before)
+        net.zero_grad()
+    ddp = fddp.DistributedDataParallel(
+        net, process_group=rank.group, bucket_cap_mb=CAP, report="next"
+    )
+    iterate(ddp)
+    found = attempt(ddp)
+    assert "zero_grad(set_to_none=True)" in found.text, found
+    assert ending(ddp.check).kinds[0] == "PeerError"
+
+
+def _in_step(ddp: Any, call: Callable[[], object]) -> None:
+    with ddp.in_step():
+        call()
+
+
+def captured_on_one_rank(rank: Rank) -> None:
+    """A step that one rank captures, and the other one runs: an error of both, which closes."""
+    group = dist.new_group(backend="lag:nccl")
+    params, x = rank.put(mlp()), rank.put(batch(rank.number, 0))
+    sync = fddp.GradSync(params, group=group, report="next", **SMALL)
+    step = sync.value_and_grad(mlp_loss)
+    step(params, x)
+    if rank.number == 0:
+        with capture(rank):
+            step(params, x)
+    else:
+        step(params, x)
+    found = ending(sync.check)
+    assert found.kinds[0] == "DesyncError", found
+    assert "captured in a graph" in found.text, found
+    assert ending(lambda: step(params, x)).kinds[0] == "ClosedError"
