@@ -321,7 +321,7 @@ const at::Tensor& Executor::memory(int64_t bucket) {
 
 void Executor::write_word(int64_t b) {
   const bool is_complete = counter_ ? counter_->is_complete() : packs_leaves_ && has_all_leaves_;
-  if (!regular_.defined() || !is_complete || may_overflow_ || records_times_) {
+  if (!regular_.defined() || !is_complete || records_times_) {
     const PythonEntry python;
     const py::object written = calls_->write_word(step());
     if (!written.is_none()) {
