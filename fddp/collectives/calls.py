@@ -26,6 +26,7 @@ class Call:
             they differentiate. None before the call has run, and in graphs.
         position: number of a call in the caller's code among the traced calls of a graph; None
             outside of graphs.
+        splits: True to record a call for each bucket, in a graph that is not differentiated again.
     """
 
     communicator: Communicator
@@ -35,6 +36,7 @@ class Call:
     origin: Call | None = None
     number: int | None = None
     position: int | None = None
+    splits: bool = False
 
     @property
     def original(self) -> Call:

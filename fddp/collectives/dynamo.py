@@ -45,7 +45,7 @@ def operate(
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
     plan_text = None if plan is None else _plan_text(plan)
     arguments = (operator, label, axis, root, tiled, plan_text)
-    leaves_of = (treedef.paths, tuple(present), _traced_site())
+    leaves_of = (treedef.paths, tuple(present), traced_site())
     results = _in_graph(arguments, *leaves_of, *[leaves[k] for k in present])
     whole: list[Any] = [None] * len(leaves)
     for position, result in zip(present, results, strict=True):
@@ -56,12 +56,17 @@ def operate(
 # Dynamo calls these functions while it traces, with constants, and treats results as constants.
 
 
-def _open(group: Any, mesh: Any) -> str:
+def check_processes(group: Any) -> None:
+    """Raise a TypeError if the ranks of a group are no processes."""
     if isinstance(group, LoopbackGroup):
         raise TypeError(
             "a group of fddp.loopback in a compiled function: dynamo keeps graphs for the process, "
             "and these ranks are threads of one; run the ranks as processes (torchrun)"
         )
+
+
+def _open(group: Any, mesh: Any) -> str:
+    check_processes(group)
     with outside_tracing():
         return communicator_of(group, mesh).label
 
@@ -74,7 +79,7 @@ def _plan_text(plan: BucketPlan) -> str:
     return plan.to_json()
 
 
-def _traced_site() -> str:
+def traced_site() -> str:
     """The innermost line of the code being traced that is neither fddp's nor torch's."""
     for frame in reversed(extract_stack()):
         if not is_inside(frame.filename, ()):
@@ -83,7 +88,7 @@ def _traced_site() -> str:
 
 
 # The attribute that `torch._dynamo.assume_constant_result` sets; that would load dynamo.
-_FUNCTIONS: tuple[Any, ...] = (_open, _prepare, _plan_text, _traced_site)
+_FUNCTIONS: tuple[Any, ...] = (_open, _prepare, _plan_text, traced_site)
 for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 
@@ -109,7 +114,7 @@ def _in_graph(
         program = program_of(communicator.cap_bytes, spec, paths, present, [*map(_example, leaves)])
     except Exception as error:
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    call = Call(communicator, program, site)
+    call = Call(communicator, program, site, splits=True)
     number(call)
     results = apply_rules(operator, call, leaves)
     return tuple(untiled(spec, results))

@@ -6,9 +6,10 @@ Nothing here is differentiated. A tracer records operators of `torch.library` in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fddp.collectives import handshake
 from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
 from fddp.core.text import leaf_text
-from fddp.errors import FddpError
+from fddp.errors import FddpError, InternalError
 from fddp.native import extension
 from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.native.pack import pack_, slices
@@ -25,6 +26,15 @@ from fddp.native.torch_private import is_functional_tensor
 from fddp.runtime.operations import start
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
+
+if TYPE_CHECKING:
+    from fddp.collectives.communicator import Communicator
+
+Units: TypeAlias = Sequence[Tensor | None] | Mapping[int, Tensor | None]
+"""Units by their position in the program; None for zeros."""
+
+# Operators of graphs that have sent buckets and are not finished.
+_in_flight: WeakKeyDictionary[Communicator, RunningCall] = WeakKeyDictionary()
 
 
 def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
@@ -43,9 +53,7 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             on all ranks.
         RankLostError, SyncTimeoutError, ClosedError: the transport failed.
     """
-    grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-    with inference, grad, call.communicator.lock:
+    with _without_gradients(), call.communicator.lock:
         if extension.compiled.first_without_memory(leaves) >= 0:
             # Forward mode creates zero tensors without memory.
             leaves = [None if leaf is None or leaf._is_zerotensor() else leaf for leaf in leaves]
@@ -58,16 +66,67 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
                 _unpack(call, bucket, _pack(call, bucket, leaves), copies)
             return copies
         try:
-            return _run(call, leaves)
-        except FddpError as error:
-            call.communicator.recorder.fail()
-            dump_on_failure(error)
-            raise
+            running = RunningCall(call, waits=True)
+            for _ in call.program.fused_buckets:
+                running.send(leaves)
+            return running.finish()
         except BaseException as error:
-            call.communicator.recorder.fail()
-            # Other ranks expect this rank in the collectives; closing ends their waits.
-            call.communicator.transport.close()
-            raise error
+            _note_failure(call, error)
+            raise
+
+
+def start_bucket(call: Call, bucket: int, leaves: Sequence[Tensor | None]) -> None:
+    """Send a bucket of an operator, without waiting for other ranks. The calls for its buckets, in
+    order, and `finish_buckets` are one collective call, as `run_eagerly`, and raise its errors.
+
+    Args:
+        call: the operator.
+        bucket: number of the bucket. The first one begins the call.
+        leaves: plain tensors of the units in the bucket; None for zeros. Not written.
+    """
+    with _without_gradients(), call.communicator.lock:
+        try:
+            if bucket == 0:
+                if call.communicator in _in_flight:
+                    raise RuntimeError("a graph was interrupted between the buckets of an operator")
+                _in_flight[call.communicator] = RunningCall(call, waits=False)
+            running = _in_flight.get(call.communicator)
+            if running is None:
+                raise InternalError(f"bucket {bucket} of {call.text} was sent in no call")
+            members = call.program.fused_buckets[bucket].members
+            running.send(dict(zip(members, leaves, strict=True)))
+        except BaseException as error:
+            _note_failure(call, error)
+            raise
+
+
+def finish_buckets(call: Call) -> list[Tensor]:
+    """Results of the operator whose buckets were sent, as of `run_eagerly`."""
+    with _without_gradients(), call.communicator.lock:
+        running = _in_flight.pop(call.communicator, None)
+        if running is None:
+            raise InternalError(f"{call.text} was finished before it was begun")
+        try:
+            return running.finish()
+        except BaseException as error:
+            _note_failure(call, error)
+            raise
+
+
+def _without_gradients() -> AbstractContextManager[None]:
+    """Run a block whose results have no derivatives, and are no inference tensors."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _note_failure(call: Call, error: BaseException) -> None:
+    """Note an error of an operator, and close the communicator if other ranks do not know of it."""
+    call.communicator.recorder.fail()
+    if isinstance(error, FddpError):
+        dump_on_failure(error)
+    else:
+        call.communicator.transport.close()  # ends their waits
 
 
 def on_inexact(
@@ -98,44 +157,70 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))
 
 
-def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    program, communicator, place = call.program, call.communicator, call.program.place
-    buckets = program.fused_buckets
-    entry = communicator.recorder.launched(call.text, -1, -1)
-    rows = handshake.rows_of(communicator, place)
-    meeting = handshake.begin(call, rows)
-    # The first bucket is packed while the handshake travels.
-    buffers = [_pack(call, bucket, leaves) for bucket in buckets[:1]]
-    entry.note_wait()
-    meeting.wait(call.text)
-    handshake.check(call, rows)
-    number = communicator.advance_call_number(place)
-    if not call.roles:
-        call.original.number = number
-    works: list[Work] = []
-    for bucket in buckets:
-        if bucket is not buckets[0]:
-            buffers.append(_pack(call, bucket, leaves))
-        buffer = buffers[-1]
-        work = start(
-            communicator.transport,
-            program.collective,
-            buffer.view(torch.uint8) if bucket.as_bytes else buffer,
-            axes=place.axes,
-            average=program.operator == "pmean",
-            src=program.root,
-            wait_soon=bucket is buckets[-1],
-        )
-        works.append(work)
-    results: list[Any] = [None] * len(program.units)
-    for bucket, buffer, work in zip(buckets, buffers, works, strict=True):
-        work.wait(call.text)
-        _unpack(call, bucket, buffer, results)
-    entry.note_done()
-    return results
+class RunningCall:
+    """An operator that runs: ranks meet, buckets are sent in order, and results are taken.
+
+    Args:
+        call: the operator.
+        waits: True to wait for the meeting once the first bucket is packed. Otherwise buckets that
+            are packed before all ranks have met are sent with a later one.
+    """
+
+    def __init__(self, call: Call, *, waits: bool) -> None:
+        self._call, self._waits = call, waits
+        communicator, place = call.communicator, call.program.place
+        self._entry = communicator.recorder.launched(call.text, -1, -1)
+        self._rows = handshake.rows_of(communicator, place)
+        # The first bucket is packed while the handshake travels.
+        self._meeting: Work | None = handshake.begin(call, self._rows, wait_soon=waits)
+        self._buffers: list[Tensor] = []
+        self._works: list[Work] = []
+
+    def send(self, leaves: Units) -> None:
+        """Pack the next bucket, and start its collective as soon as all ranks have met."""
+        bucket = self._call.program.fused_buckets[len(self._buffers)]
+        self._buffers.append(_pack(self._call, bucket, leaves))
+        if self._waits or self._meeting is None or self._meeting.done:
+            self._start()
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the collectives, and return the results."""
+        call = self._call
+        self._start()
+        results: list[Any] = [None] * len(call.program.units)
+        buckets = call.program.fused_buckets
+        for bucket, buffer, work in zip(buckets, self._buffers, self._works, strict=True):
+            work.wait(call.text)
+            _unpack(call, bucket, buffer, results)
+        self._entry.note_done()
+        return results
+
+    def _start(self) -> None:
+        """Start the collectives of the buckets that are packed, after the meeting."""
+        call, program, communicator = self._call, self._call.program, self._call.communicator
+        if self._meeting is not None:
+            self._entry.note_wait()
+            self._meeting.wait(call.text)
+            self._meeting = None
+            handshake.check(call, self._rows)
+            number = communicator.advance_call_number(program.place)
+            if not call.roles:
+                call.original.number = number
+        for position in range(len(self._works), len(self._buffers)):
+            bucket, buffer = program.fused_buckets[position], self._buffers[position]
+            work = start(
+                communicator.transport,
+                program.collective,
+                buffer.view(torch.uint8) if bucket.as_bytes else buffer,
+                axes=program.place.axes,
+                average=program.operator == "pmean",
+                src=program.root,
+                wait_soon=position == len(program.fused_buckets) - 1,
+            )
+            self._works.append(work)
 
 
-def _pack(call: Call, bucket: FusedBucket, leaves: Sequence[Tensor | None]) -> Tensor:
+def _pack(call: Call, bucket: FusedBucket, leaves: Units) -> Tensor:
     """Pack a bucket into a buffer with one chunk, or one for each rank."""
     operator, place, numel = call.program.operator, call.program.place, bucket.numel
     sources = [leaves[k] for k in bucket.members]

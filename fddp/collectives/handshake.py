@@ -54,10 +54,10 @@ _CALL: dict[str, Schema] = {
 _REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
 
 
-def begin(call: Call, rows: Tensor) -> Work:
+def begin(call: Call, rows: Tensor, *, wait_soon: bool) -> Work:
     """Start the handshake of a call: the all-gather of four integers of each rank in `rows`."""
     own = (_fingerprint(call), *_numbers(call), 0)
-    return _send_row(call.communicator, call.program.place, rows, own)
+    return _send_row(call.communicator, call.program.place, rows, own, wait_soon=wait_soon)
 
 
 def check(call: Call, rows: Tensor) -> None:
@@ -105,13 +105,18 @@ def rows_of(communicator: Communicator, place: GroupPosition) -> Tensor:
 
 
 def _send_row(
-    communicator: Communicator, place: GroupPosition, rows: Tensor, own: tuple[int, int, int, int]
+    communicator: Communicator,
+    place: GroupPosition,
+    rows: Tensor,
+    own: tuple[int, int, int, int],
+    *,
+    wait_soon: bool = True,
 ) -> Work:
     if not place.axes:
         communicator.begun += 1
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     rows[place.own * _WORD : (place.own + 1) * _WORD].copy_(mine)
-    return communicator.transport.all_gather_in_place(rows, axes=place.axes, wait_soon=True)
+    return communicator.transport.all_gather_in_place(rows, axes=place.axes, wait_soon=wait_soon)
 
 
 def _numbers(call: Call) -> tuple[int, int]:

@@ -253,15 +253,15 @@ def bucketed(
     units: Sequence[LeafSpec], devices: Sequence[torch.device], cap_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
     """Units by bucket: of one dtype and device, in order. A bucket is closed when it reaches the
-    cap.
+    cap. The last units come first, as their gradients do.
 
     >>> units = [LeafSpec("a", (3,), "float32"), LeafSpec("n", (), "int64")]
     >>> bucketed([*units, LeafSpec("z", (2,), "float32")], [torch.device("cpu")] * 3, 1024)
-    ((0, 2), (1,))
+    ((1,), (0, 2))
     """
     kinds = [(unit.dtype, device) for unit, device in zip(units, devices, strict=True)]
     sizes = [unit.numel * getattr(torch, unit.dtype).itemsize for unit in units]
-    return tuple(map(tuple, sorted(batches(kinds, sizes, cap_bytes))))
+    return tuple(map(tuple, sorted(batches(kinds, sizes, cap_bytes), reverse=True)))
 
 
 def batches(

@@ -19,19 +19,21 @@ creates a new `Call` from the JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, enable_grad
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fddp.collectives.calls import Call
 from fddp.collectives.communicator import Communicator, communicator_by_id
-from fddp.collectives.execute import on_inexact, run_eagerly
+from fddp.collectives.execute import finish_buckets, on_inexact, run_eagerly, start_bucket
 from fddp.collectives.operator_program import MOVES_ROWS, Operator, OperatorProgram
+from fddp.collectives.torch_private import keep_place
 from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native import extension
@@ -63,17 +65,68 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     Returns:
         Results as of `execute.run_eagerly`.
     """
-    operator = getattr(torch.ops.fddp, call.program.operator).default
     number(call.original)
+    program, text = call.program, call_to_json(call)
+    is_whole = program.place.size == 1 or len(program.buckets) < 2 or not call.original.splits
+    if is_whole or _is_differentiated(leaves):
+        return record(program.operator, leaves, call.communicator.number, text)
+    about = call.communicator.number, program.operator, text
+    for bucket, members in enumerate(program.buckets):
+        record_start("start_bucket", [leaves[k] for k in members], *about, bucket)
+    return record("finish_buckets", [], *about)
+
+
+def record(operator: str, leaves: Sequence[Tensor | None], *given: Any) -> list[Tensor]:
+    """Call an operator of `LIBRARY` behind those that the graph has already.
+
+    Args:
+        operator: its name. It takes `leaves`, the token of the call before, and `given`.
+        leaves: tensors of the tracer; None for zeros.
+
+    Returns:
+        Its results, without the token.
+    """
     tracer = getattr(get_proxy_mode(), "tracer", None)
     before = getattr(tracer, "fddp_token", None)
     results: list[Tensor]
     # torch's higher-order operator for effects does not support lazy conjugation.
     plain = [None if leaf is None else leaf.resolve_conj().resolve_neg() for leaf in leaves]
-    *results, token = operator(plain, before, call.communicator.number, call_to_json(call))
+    *results, token = getattr(torch.ops.fddp, operator).default(plain, before, *given)
     if tracer is not None:
         tracer.fddp_token = token
     return results
+
+
+def record_start(operator: str, leaves: Sequence[Tensor | None], *given: Any) -> None:
+    """Record an operator that starts a collective on `leaves`, as `record`, and move it up, behind
+    the operation that gives its last input. It stays behind other collectives."""
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    if tracer is None:
+        record(operator, leaves, *given)
+        return
+    keep_place(operator)
+    place = last = next(iter(reversed(tracer.graph.nodes)))
+    record(operator, leaves, *given)
+    nodes = []
+    node = last.next
+    while node.op != "root":
+        nodes.append(node)
+        node = node.next
+    inputs = {source for node in nodes for source in node.all_input_nodes}
+    while place not in inputs and not _communicates(place) and place.op != "root":
+        place = place.prev
+    backward = place.meta.get("autograd_backward", False)
+    for node in nodes:
+        place.append(node)
+        # Checkpoints are recomputed in one region of the graph without other nodes.
+        node.meta["autograd_backward"] = backward
+        place = node
+
+
+def _communicates(node: Node) -> bool:
+    """Return True for collectives, of whatever library, and for what may contain one."""
+    namespace = getattr(node.target, "namespace", "")
+    return "c10d" in namespace or namespace in ("fddp", "higher_order")
 
 
 def number(call: Call) -> None:
@@ -173,8 +226,29 @@ def _recorded(call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
+def _is_differentiated(leaves: Sequence[Tensor | None]) -> bool:
+    own = [leaf for leaf in leaves if leaf is not None]
+    is_transformed = are_functorch_transforms_active()
+    return is_transformed or extension.compiled.have_derivatives(own, torch.is_grad_enabled())
+
+
+def _shapes(call: Call) -> list[Tensor]:
+    """Empty results of a call, with its token."""
+    program = call.program
+    rows = (program.place.size,) if program.operator in MOVES_ROWS else ()
+    forms = zip(program.units, program.dtypes, program.devices, strict=True)
+    return [*(torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms), _token()]
+
+
+def register_kernels(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Register what an operator of `LIBRARY` does, and the shapes of its results. Graphs keep its
+    calls, in order."""
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fddp::{name}", shapes, lib=LIBRARY)
+    keep_ordered(f"fddp::{name}", LIBRARY)
+
+
 def _register(operator: Operator) -> None:
-    name = f"fddp::{operator}"
     LIBRARY.define(
         f"{operator}(Tensor?[] leaves, Tensor? after, int communicator, str call) -> Tensor[]"
     )
@@ -191,18 +265,12 @@ def _register(operator: Operator) -> None:
     def shapes(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        program = found(communicator, call).program
-        rows = (program.place.size,) if operator in MOVES_ROWS else ()
-        forms = zip(program.units, program.dtypes, program.devices, strict=True)
-        results = [torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms]
-        return [*results, _token()]
+        return _shapes(found(communicator, call))
 
     def differentiable(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        own = [leaf for leaf in leaves if leaf is not None]
-        is_transformed = are_functorch_transforms_active()
-        if is_transformed or extension.compiled.have_derivatives(own, torch.is_grad_enabled()):
+        if _is_differentiated(leaves):
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]
@@ -212,11 +280,55 @@ def _register(operator: Operator) -> None:
             )
         return below
 
-    LIBRARY.impl(operator, execute, "CompositeExplicitAutograd")
+    register_kernels(operator, execute, shapes)
     LIBRARY.impl(operator, differentiable, "Autograd")
-    torch.library.register_fake(name, shapes, lib=LIBRARY)
-    keep_ordered(name, LIBRARY)
 
 
 for _operator in get_args(Operator):
     _register(_operator)
+
+
+# An operator in parts, which are not differentiated.
+
+_CALL = "int communicator, str operator, str call"
+
+
+@entrance
+def _start_bucket(
+    leaves: Sequence[Tensor | None],
+    after: Tensor | None,
+    communicator: int,
+    operator: Operator,
+    call: str,
+    bucket: int,
+) -> list[Tensor]:
+    start_bucket(call_of(operator, communicator_by_id(communicator), call), bucket, leaves)
+    return [_token()]
+
+
+@entrance
+def _finish_buckets(
+    leaves: Sequence[Tensor | None],
+    after: Tensor | None,
+    communicator: int,
+    operator: Operator,
+    call: str,
+) -> list[Tensor]:
+    found = call_of(operator, communicator_by_id(communicator), call)
+    return [*finish_buckets(found), _token()]
+
+
+def _finished_shapes(
+    leaves: Sequence[Tensor | None],
+    after: Tensor | None,
+    communicator: int,
+    operator: Operator,
+    call: str,
+) -> list[Tensor]:
+    return _shapes(call_of(operator, communicator_by_id(communicator), call))
+
+
+LIBRARY.define(f"start_bucket(Tensor?[] leaves, Tensor? after, {_CALL}, int bucket) -> Tensor[]")
+LIBRARY.define(f"finish_buckets(Tensor?[] leaves, Tensor? after, {_CALL}) -> Tensor[]")
+register_kernels("start_bucket", _start_bucket, lambda *_: [_token()])
+register_kernels("finish_buckets", _finish_buckets, _finished_shapes)

@@ -45,13 +45,13 @@ def compiled(fn: Fn, backend: str = "aot_eager", *, fullgraph: bool = True) -> F
 def recorded() -> Iterator[list[str]]:
     """Record the operators that run within the block, in order, with roles and number of leaves."""
     calls: list[str] = []
-    run = execute._run
 
-    def note(call: Any, leaves: Any) -> Any:
-        calls.append(call.text.partition(" (")[0])
-        return run(call, leaves)
+    class Noted(execute.RunningCall):
+        def __init__(self, call: Any, **given: Any) -> None:
+            calls.append(call.text.partition(" (")[0])
+            super().__init__(call, **given)
 
-    with mock.patch.object(execute, "_run", note):
+    with mock.patch.object(execute, "RunningCall", Noted):
         yield calls
 
 

@@ -244,7 +244,7 @@ def test_plans(group: Any) -> None:
 
 def test_a_bucket_is_closed_when_it_reaches_the_cap() -> None:
     units = [LeafSpec(str(k), (2,), "float32") for k in range(5)]
-    for cap_bytes, wanted in ((15, ((0, 1), (2, 3), (4,))), (16, ((0, 1), (2, 3), (4,)))):
+    for cap_bytes, wanted in ((15, ((4,), (2, 3), (0, 1))), (16, ((4,), (2, 3), (0, 1)))):
         assert bucketed(units, [torch.device("cpu")] * 5, cap_bytes) == wanted
 
 
