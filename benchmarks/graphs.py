@@ -1,80 +1,221 @@
-"""Ways to write a mean over ranks into a graph: `python -m benchmarks.graphs`.
+"""Whole steps in graphs, over links and shared memory: `sudo python -m benchmarks.graphs`.
 
-The operator of the library takes leaves and packs them itself, into the memory that its transport
-likes best. Instead, an operator could pack the leaves, another one reduce the buffer, and a third
-unpack it; and torch's functional collectives could reduce the buffer, over gloo.
+Forward, backward, the mean over two ranks and the update are compiled, in one graph or as far as
+that goes, and run beside each other. What counts is the time that a step takes beyond the compiled
+step of one rank. The ranks are in network namespaces of their own, whose link `tc` limits; without
+root, `ip` and `tc` only shared memory is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from rich.table import Table
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fddp
-from benchmarks.measure import Series, measure, ratio
+from benchmarks.bounds import Figure, at_most
+from benchmarks.measure import Ratio, Series, added_ratio, difference, measure
+from benchmarks.models import WORKLOADS, Workload, stack
+from benchmarks.scripts import numbers_table, options, publish
+from benchmarks.slow_link import run_ranks
 from fddp.cli.launch import launch
-from fddp.collectives.communicator import Communicator
 
-Mean: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+MODELS: Mapping[str, Workload] = {
+    "wide": stack("8 layers of 768 x 768, 512 rows", layers=8, width=768, rows=512),
+    "mlp": WORKLOADS["mlp"],
+    "small": WORKLOADS["small"],
+    "transformer": WORKLOADS["transformer"],
+}
+SHARED_MEMORY = "shared memory"
+LINKS = {"4 Gbit/s": ("4gbit", "512kb"), "1 Gbit/s": ("1gbit", "128kb")}
 
-MODELS = {"300 leaves of 32 x 32": (300, 32), "8 leaves of 768 x 768": (8, 768)}
-ROUNDS, STEPS = 15, 5
+LOCAL, GRAPH, PMEAN = "local", "GradSync, one graph", "pmean, one graph"
+EAGER, COMPILED_LOSS = "GradSync, eager", "GradSync, compiled loss"
+DDP_EAGER, DDP_COMPILED = "DDP, eager", "DDP, compiled"
+FUNCTIONAL = "torch's all_reduce, one graph"
+_CAP_MB = 2.25  # of the wide model, a bucket for each layer
+_RATE = 0.01
 
-
-def packed(leaves: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Leaves through one buffer that `reduce` gives back averaged."""
-    ops = torch.ops.fddp
-    offsets = [0]
-    for leaf in leaves:
-        offsets.append(offsets[-1] + leaf.numel())
-    numel = offsets.pop()
-    buffer = reduce(ops.pack(leaves, offsets, numel, leaves[0].dtype, 1.0))
-    sizes = [size for leaf in leaves for size in leaf.shape]
-    averaged: list[Tensor] = ops.unpack(buffer, offsets, [leaf.dim() for leaf in leaves], sizes)
-    return averaged
-
-
-def torchs(buffer: Tensor) -> Tensor:
-    """The mean over the default group, by torch's functional collectives."""
-    ops = torch.ops._c10d_functional
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # there is one
-    total: Tensor = ops.wait_tensor(ops.all_reduce(buffer, "sum", name))
-    return total / dist.get_world_size()
+Step = Callable[[], object]
 
 
-def forms(auto: Communicator, gloo: Communicator) -> dict[str, Mean]:
-    """The ways, by name."""
-    return {
-        "fddp.pmean": lambda leaves: fddp.pmean(leaves, auto),
-        "pack, fddp.pmean, unpack": lambda leaves: packed(leaves, lambda b: fddp.pmean(b, auto)),
-        "fddp.pmean over gloo": lambda leaves: fddp.pmean(leaves, gloo),
-        "pack, torch's all_reduce over gloo, unpack": lambda leaves: packed(leaves, torchs),
+class Case(NamedTuple):
+    """Steps of one model over one link, by contestant."""
+
+    link: str
+    model: str
+    steps: dict[str, Series]
+
+    def added(self, name: str) -> Series:
+        """Time beyond the local step."""
+        return difference(self.steps[name], self.steps[LOCAL])
+
+
+def main() -> None:
+    """Measure and print; some minutes for each link, most of them in the compiler."""
+    parser = options(__doc__, rounds=9)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
+    args = parser.parse_args()
+    given = args.rounds, args.models
+    cases = launch(2, run_rank, SHARED_MEMORY, *given)[0]
+    for link, (rate, burst) in LINKS.items():
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+            more = (link, str(args.rounds), file.name, *args.models)
+            if run_ranks("benchmarks.graphs", rate, burst, *more):
+                sys.exit(1)
+            text = file.read()
+        cases += [_case(values) for values in json.loads(text or "[]")]
+    links = dict.fromkeys(case.link for case in cases)
+    tables = [_table(link, [case for case in cases if case.link == link]) for link in links]
+    publish(tables, figures(cases), {"cases": [*map(_values, cases)]}, args.json)
+
+
+def run_rank(link: str, rounds: int, models: Sequence[str]) -> list[Case]:
+    """All contestants on the ranks of the default group."""
+    torch.set_num_threads(1)
+    cases = []
+    for name in models:
+        torch._dynamo.reset()
+        with ExitStack() as opened:
+            steps = contestants(MODELS[name], link == SHARED_MEMORY, opened)
+            for step in steps.values():
+                for _ in range(3):  # graphs are compiled, and plans rebuilt
+                    step()
+            found = measure(steps, rounds, 3, lambda: None)
+        cases.append(Case(link, name, found))
+    return cases
+
+
+def contestants(about: Workload, in_memory: bool, opened: ExitStack) -> dict[str, Step]:
+    """Steps by name; a collective call. What they hold open is closed with `opened`."""
+    module, x = about.build(), about.batch(dist.get_rank())
+    params, loss_fn, _ = about.to_function(module)
+    transport: Any = "auto" if in_memory else "c10d"
+    compiled = partial(torch.compile, fullgraph=True)
+
+    def updated(grads: Any) -> Any:
+        return fddp.tree_map(lambda p, g: p - _RATE * g, params, grads)
+
+    def sync() -> fddp.GradSync:
+        made = fddp.GradSync(
+            params, transport=transport, bucket_cap_mb=_CAP_MB, first_bucket_mb=_CAP_MB
+        )
+        return opened.enter_context(made)
+
+    def stepping(take: Callable[..., Any]) -> Callable[[Any, Tensor], Any]:
+        return lambda params, x: updated(take(params, x)[1])
+
+    communicator = opened.enter_context(
+        fddp.Communicator(transport=transport, bucket_cap_mb=_CAP_MB)
+    )
+
+    def local(params: Any, x: Tensor) -> Any:
+        return updated(torch.func.grad(loss_fn)(params, x))
+
+    def pmean(params: Any, x: Tensor) -> Any:
+        return updated(fddp.pmean(torch.func.grad(loss_fn)(params, x), communicator))
+
+    def all_reduce(params: Any, x: Tensor) -> Any:
+        grads, count = torch.func.grad(loss_fn)(params, x), dist.get_world_size()
+        group: Any = dist.group.WORLD
+        return updated(
+            fddp.tree_map(lambda g: functional.all_reduce(g, "sum", group) / count, grads)
+        )
+
+    steps: dict[str, Callable[[Any, Tensor], Any]] = {
+        LOCAL: compiled(local),
+        EAGER: stepping(sync().value_and_grad(loss_fn)),
+        COMPILED_LOSS: stepping(sync().value_and_grad(compiled(loss_fn))),
+        GRAPH: compiled(stepping(sync().value_and_grad(loss_fn))),
+        PMEAN: compiled(pmean),
+        FUNCTIONAL: torch.compile(
+            all_reduce, fullgraph=True, options={"reorder_for_compute_comm_overlap": True}
+        ),
     }
-
-
-def run() -> dict[str, dict[str, Series]]:
-    """Times each way on each model; a collective call."""
-    found: dict[str, dict[str, Series]] = {}
-    with fddp.Communicator() as auto, fddp.Communicator(transport="c10d") as gloo:
-        for model, (count, width) in MODELS.items():
-            leaves = [torch.randn(width, width) for _ in range(count)]
-            steps: dict[str, Callable[[], object]] = {}
-            for name, mean in forms(auto, gloo).items():
-                torch._dynamo.reset()
-                in_graph = torch.compile(mean, backend="aot_eager", fullgraph=True)
-                steps[name] = partial(in_graph, leaves)
-            found[model] = measure(steps, ROUNDS, STEPS, lambda: None)
+    found: dict[str, Step] = {name: partial(step, params, x) for name, step in steps.items()}
+    for name in (DDP_EAGER, DDP_COMPILED):
+        ddp = DistributedDataParallel(
+            about.build(), bucket_cap_mb=_CAP_MB, gradient_as_bucket_view=True
+        )
+        run = torch.compile(ddp) if name == DDP_COMPILED else ddp
+        found[name] = partial(_step_of_module, run, ddp, x)
     return found
 
 
+def _step_of_module(run: Callable[..., Tensor], ddp: torch.nn.Module, x: Tensor) -> None:
+    ddp.zero_grad(set_to_none=False)
+    run(x).backward()
+    with torch.no_grad():
+        params: list[Tensor] = [*ddp.parameters()]
+        # In place of the update, which would change what is computed.
+        torch._foreach_add(params, [p.grad for p in params if p.grad is not None], alpha=-_RATE)
+
+
+def figures(cases: Sequence[Case]) -> list[Figure]:
+    """Figures with a bound."""
+    found = []
+    for case in cases:
+        where = f"{case.model}, {case.link}"
+
+        def beside(other: str, bound: float, case: Case = case, where: str = where) -> Figure:
+            own = added_ratio(case.added(GRAPH), case.added(other))
+            return at_most(bound, f"added by {GRAPH} / {other}", where, own)
+
+        if case.link == SHARED_MEMORY:
+            found.append(beside(PMEAN, 1.1))
+        else:
+            found += [beside(DDP_COMPILED, 0.9), beside(EAGER, 1.05)]
+    return found
+
+
+def _table(link: str, cases: Sequence[Case]) -> Table:
+    table = numbers_table(
+        f"{link}, 2 ranks: ms of a step, and ms beyond the local one",
+        [heading for case in cases for heading in (case.model, "added")],
+        caption="medians of rounds (lowest-highest)",
+    )
+    for name in cases[0].steps:
+        row = []
+        for case in cases:
+            own = case.added(name).rounds_s
+            text = Ratio(1e3 * case.added(name).median_s, 1e3 * min(own), 1e3 * max(own)).text(1)
+            row += [f"{1e3 * case.steps[name].median_s:.1f}", "" if name == LOCAL else text]
+        table.add_row(name, *row)
+    return table
+
+
+def _values(case: Case) -> dict[str, Any]:
+    rounds_s = {name: series.rounds_s for name, series in case.steps.items()}
+    return {"link": case.link, "model": case.model, "rounds_s": rounds_s}
+
+
+def _case(values: dict[str, Any]) -> Case:
+    steps = {name: Series(tuple(rounds)) for name, rounds in values["rounds_s"].items()}
+    return Case(values["link"], values["model"], steps)
+
+
+def _rank(link: str, rounds: str, path: str, *models: str) -> None:
+    dist.init_process_group("gloo")
+    cases = run_rank(link, int(rounds), models)
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps([*map(_values, cases)]))
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    for model, times in launch(2, run)[0].items():
-        print(model)
-        first = next(iter(times.values()))
-        for name, series in times.items():
-            print(f"  {1e3 * series.median_s:7.2f} ms  {ratio(series, first).median:5.2f}  {name}")
+    if sys.argv[1:2] == ["rank"]:
+        _rank(*sys.argv[2:])
+    else:
+        main()

@@ -98,8 +98,8 @@ def _call(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def run_ranks(module: str, rate: str, burst: str) -> int:
-    """Run `python -m MODULE rank` on two ranks with a link between them; the exit code."""
+def run_ranks(module: str, rate: str, burst: str, *args: str) -> int:
+    """Run `python -m MODULE rank ARGS` on two ranks with a link between them; the exit code."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print(f"{module}: skipped, because it needs root, ip and tc")
         return 0
@@ -115,7 +115,7 @@ def run_ranks(module: str, rate: str, burst: str) -> int:
                 "GLOO_SOCKET_IFNAME": f"slow{number}",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, "-m", module, "rank"]
+            command = [sys.executable, "-m", module, "rank", *args]
             ranks.append(subprocess.Popen(["ip", "netns", "exec", space, *command], env=env))
         return max(abs(rank.wait()) for rank in ranks)
 
