@@ -31,7 +31,7 @@ Plans and schedules
     CostModel, PRESETS, measure_cost         the time of collectives
 
 Watching
-    SyncInfo                                 statistics and timeline of one step
+    SyncInfo, GraphInfo                      statistics and timeline of one step; those in a graph
     watch                                    monitors: phases of steps on all ranks, and slow ranks
     flight, dump_flights                     the newest operations, for diagnosis
 
@@ -87,7 +87,7 @@ from fddp.sync.virtual_random import virtual_rng
 from fddp.sync.virtual_sampler import VirtualSampler
 from fddp.telemetry.flight.dump import dump_flights
 from fddp.telemetry.flight.recorder import flight
-from fddp.telemetry.step_info import SyncInfo
+from fddp.telemetry.step_info import GraphInfo, SyncInfo
 from fddp.transport import loopback
 from fddp.transport.backend import registration
 from fddp.transport.backend.shared_tensors import empty_shared
@@ -127,12 +127,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "Communicator", "CostModel",
-    "DistributedDataParallel", "GradSync", "Jitter", "Schedule", "SyncInfo", "Topology",
-    "VirtualSampler", "all_gather", "all_to_all", "as_transform", "broadcast", "broadcast_from",
-    "check_replicas", "check_schedule", "dump_flights", "empty_shared", "errors", "flight",
-    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "plan_buckets",
-    "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile", "reduce_scatter", "simulate",
-    "sync_on_backward", "tree_map", "uneven", "virtual_rng",
+    "DistributedDataParallel", "GradSync", "GraphInfo", "Jitter", "Schedule", "SyncInfo",
+    "Topology", "VirtualSampler", "all_gather", "all_to_all", "as_transform", "broadcast",
+    "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "errors",
+    "flight", "functionalize", "hooks", "loopback", "make_schedule", "measure_cost",
+    "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
+    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 
 registration.register()

@@ -73,8 +73,10 @@ def entrance(function: F) -> F:
                 raise error
             raise
 
-    # Dynamo traces the function itself.
+    # Dynamo traces the function itself, and guards its defaults where it finds this one.
     call._torchdynamo_inline = function  # type: ignore[attr-defined]
+    call.__defaults__ = function.__defaults__  # type: ignore[attr-defined]
+    call.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
     return cast(F, call)
 
 

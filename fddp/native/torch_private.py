@@ -6,6 +6,8 @@ Each private name that the package uses is in one of the files `torch_private.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -32,6 +34,7 @@ __all__ = [
     "is_functorch_wrapped_tensor",
     "is_gradtrackingtensor",
     "keep_ordered",
+    "node_of",
     "peek_interpreter_stack",
     "queue_callback",
     "set_fwd_grad_enabled",
@@ -43,6 +46,7 @@ __all__ = [
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_functional_tensor = torch._is_functional_tensor
+sync_functional: Any = torch._sync  # type: ignore[attr-defined]
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
 dispatch_depth = torch._C._len_torch_dispatch_stack
@@ -65,6 +69,17 @@ queue_callback = Variable._execution_engine.queue_callback
 
 # The user's line in errors of compiled functions.
 extract_stack = TracingContext.extract_stack
+
+
+def node_of(tensor: torch.Tensor, tracer: Any) -> Any:
+    """Return the node of a graph that gives a tensor of its tracer."""
+    from torch._subclasses.functional_tensor import FunctionalTensor  # both load much of torch
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(tensor, FunctionalTensor):
+        sync_functional(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return get_proxy_slot(tensor, tracer).proxy.node
 
 
 def keep_ordered(name: str, library: torch.library.Library) -> None:

@@ -257,6 +257,53 @@ class BackwardContributions(Contributions):
         return total.detach() / self.weight
 
 
+class ArrivingContributions(Contributions):
+    """Gradients that are given one bucket after the other, as a graph computes them.
+
+    Args:
+        leaves: number of leaves of the plan.
+        weight: weight of this rank.
+    """
+
+    def __init__(self, leaves: int, weight: float) -> None:
+        super().__init__(None, weight)
+        self._given: list[Tensor | None] = [None] * leaves
+        self._used = [False] * leaves
+
+    def give(self, leaves: Sequence[int], grads: Leaves) -> None:
+        """Take the gradients of a bucket's leaves, before it is packed."""
+        for leaf, grad in zip(leaves, grads, strict=True):
+            self._given[leaf] = grad
+            self._used[leaf] = grad is not None and self.weight > 0.0
+
+    def own(self, leaves: Sequence[int]) -> None:
+        """Copy those gradients of some leaves that have not been packed, or may be once more: a
+        graph uses their memory again."""
+        for leaf in leaves:
+            grad = self._given[leaf]
+            if grad is not None:
+                self._given[leaf] = grad.clone()
+
+    def sources(
+        self, program: Program, bucket: int, *, late: bool = False
+    ) -> list[WeightedGradients]:
+        """Summands of a bucket, which are released, unless it is retained."""
+        if late or self.weight == 0.0:
+            return []
+        members = program.plan.buckets[bucket].leaves
+        grads = [self._given[leaf] for leaf in members]
+        if bucket not in program.schedule.retained:
+            for leaf in members:
+                self._given[leaf] = None
+        return [WeightedGradients(grads, self.weight)]
+
+    def used(self, program: Program) -> list[bool]:
+        return [self._used[leaf] for leaf in program.plan.reduced]
+
+    def release(self) -> None:
+        self._given = [None] * len(self._given)
+
+
 class Packed(NamedTuple):
     """A bucket that was packed.
 

@@ -50,7 +50,7 @@ def matched_leaves(
         leaves, treedef = _adapted(leaves, treedef, what, differentiable)
         position = program.leaf_types.first_mismatch(leaves, differentiable)
     if position >= 0:
-        raise TreeMismatchError(_misfit(leaves[position], program.plan.leaves[position], what))
+        raise TreeMismatchError(misfit(leaves[position], program.plan.leaves[position], what))
     return leaves, treedef
 
 
@@ -76,7 +76,7 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
     bucketed = program.plan.bucket_of
     for leaf, spec in enumerate(program.plan.leaves):
         if leaf not in bucketed and not isinstance(leaves[leaf], Tensor | None):
-            raise TreeMismatchError(_misfit(leaves[leaf], spec, "shards"))
+            raise TreeMismatchError(misfit(leaves[leaf], spec, "shards"))
     for leaf in program.plan.reduced:
         shard, spec, numel = leaves[leaf], program.plan.leaves[leaf], program.shards.numels[leaf]
         found = (
@@ -93,7 +93,8 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
     return leaves, treedef
 
 
-def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
+def misfit(leaf: object, spec: LeafSpec, what: str) -> str:
+    """Error text of a leaf that does not match the plan."""
     where = leaf_text(spec.path, what)
     if leaf is None:
         return (

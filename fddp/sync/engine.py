@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,10 +50,13 @@ from fddp.sync.request import EngineSpec, check_report, deterministic_hook_error
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
+from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import Group, Transport, open_transport, resolve
 from fddp.transport.mesh import usable_transport
 
 _MAX_FAILURE_CHARS = 500
+
+_labels = count()
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class Engine:
         self.superseded = False
         # Steps that succeed, while somebody collects them.
         self._collected: list[Step] | None = None
+        # Name of this engine with its plan and hook in graphs.
+        self.graph_label = _new_label()
+        # Info of the last step of a graph that asked for it.
+        self.graph_info: SyncInfo | None = None
         self.recorder = Recorder("GradSync", self, self.transport)
         # Weak, as the engine must not keep a group from being freed.
         self._group = weakref.ref(resolve(group))
@@ -562,8 +570,14 @@ class Engine:
                 f"the plan can't change under {bound.hook.name}, whose state is by bucket; tune "
                 f"without the hook, and pass on the plan"
             )
+        if not self.program.control.with_order:  # else there is no graph of the plan before
+            self.graph_label = _new_label()
         self.setup = self._made(self.schedule_of(plan, self.hook), self.hook, False)
         self._pool.clear()
+
+    def note_info(self, info: SyncInfo) -> None:
+        """Note the info of a step of a graph."""
+        self.graph_info = info
 
     def release_memory(self, *, keep_views: bool) -> None:
         """Drop the buffers of earlier steps; with `keep_views`, only those that no result uses."""
@@ -586,6 +600,7 @@ class Engine:
             raise ValueError(deterministic_hook_error(hook))
         check_report(self.terms.report, hook=hook, nonfinite=self.terms.nonfinite)
         schedule = self.schedule_of(self.schedule.plan, hook)
+        self.graph_label = _new_label()
         self.setup = self._made(schedule, hook, self.program.control.with_order)
         self.hook_states = None if hook is None else self.init_states()
 
@@ -688,6 +703,10 @@ def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:
         and number not in program.schedule.retained
         and not any(users[leaf] for leaf in bucket.leaves)
     )
+
+
+def _new_label() -> str:
+    return str(next(_labels))
 
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
@@ -14,11 +16,13 @@ from fddp.native.untraced import untraced
 from fddp.runtime.inputs import matched_leaves
 from fddp.runtime.results import shards_of
 from fddp.runtime.step import Step
+from fddp.sync import dynamo
 from fddp.sync.engine import Engine
 from fddp.sync.step_handle import StepHandle, start_step
 from fddp.sync.tree_step import begin_shards, begin_tree, check_fit, sync_tree
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
 from fddp.sync.virtual_batches import VirtualBatches
+from fddp.telemetry.step_info import SyncInfo
 from fddp.tree.pytree import TreeDef
 
 
@@ -36,6 +40,11 @@ class TreeSync:
     def schedule(self) -> Schedule:
         """The schedule in force, which every step executes."""
         return self._engine.program.schedule
+
+    @property
+    def graph_info(self) -> SyncInfo | None:
+        """Information on the last step that a graph took with `with_info=True`; None before."""
+        return self._engine.graph_info
 
     @property
     def carried_ranks(self) -> range:
@@ -62,11 +71,12 @@ class TreeSync:
         return VirtualBatches(self.carried_ranks, batches)
 
     @entrance
-    @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self, grads: Any, *, weight: float | Sequence[float] = 1.0, with_info: bool = False
     ) -> Any:
         """Return the weighted mean over ranks of a tree of gradients; a collective call.
+
+        `torch.compile` makes it a part of the graph, with a `GraphInfo` as the info.
 
         Args:
             grads: tree with the plan's leaves, None for missing gradients. Not written. With
@@ -92,6 +102,8 @@ class TreeSync:
             ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
+        if is_dynamo_compiling():
+            return dynamo.sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
         return sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
 
     @entrance

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
@@ -29,16 +30,17 @@ from fddp.runtime.program import Program
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.runtime.virtual_sums import VirtualSums
+from fddp.sync import dynamo
 from fddp.sync.engine import Engine
 from fddp.sync.rounds import EXHAUSTED
-from fddp.tree.pytree import TreeDef, map_leaves
+from fddp.tree.pytree import TreeDef, flatten, map_leaves
 
 if TYPE_CHECKING:
     from fddp._C import LeafSet
 
 INSTEAD_IN_A_GRAPH = (
-    "a GradSync can't be part of a graph: call it outside of the compiled function, or average "
-    "with fddp.pmean(grads, group) inside"
+    "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn); call other methods of "
+    "a GradSync outside of the compiled function"
 )
 """Advice in the error of torch.compile with `fullgraph=True`."""
 
@@ -56,8 +58,9 @@ class Computed(NamedTuple):
 class ValueAndGrad:
     """A loss function that returns its value and synchronised gradients; a collective call.
 
-    Made by `GradSync.value_and_grad`. If `EXHAUSTED` is among the arguments, the rank contributes
-    nothing, and its loss and aux are None.
+    Made by `GradSync.value_and_grad`. `torch.compile` makes a call a part of the graph, with a
+    `GraphInfo` as the info, and a gradient of zeros for a leaf that no rank uses. If `EXHAUSTED` is
+    among the arguments, the rank contributes nothing, and its loss and aux are None.
 
     Args of a call:
         *args, **kwargs: arguments of the loss function, with the parameters at `argnums`. Not
@@ -104,9 +107,7 @@ class ValueAndGrad:
     _with_info: bool
     _weight_fn: Callable[..., float] | None
 
-    # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
     @entrance
-    @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self,
         *args: Any,
@@ -115,6 +116,54 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """Take a step; see the class."""
+        if is_dynamo_compiling():
+            return self._in_graph(args, kwargs, accumulated, hook_state)
+        return self._step(args, kwargs, accumulated, hook_state)
+
+    def _in_graph(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accumulated: tuple[Any, float] | None,
+        hook_state: Any,
+    ) -> Any:
+        """Record a step in the graph of dynamo."""
+        if accumulated is not None or hook_state is not None or _has_exhausted(args, kwargs):
+            raise ValueError(
+                "a graph can't have a step with accumulated=, hook_state= or EXHAUSTED; call it "
+                "outside of the compiled function"
+            )
+        given = self._params(args, kwargs)
+        leaves, treedef = flatten(given)
+        positions = [k for k, leaf in enumerate(leaves) if dynamo.is_differentiable(leaf)]
+
+        def loss_fn(own: list[Tensor]) -> Any:
+            whole = [*leaves]
+            for position, leaf in zip(positions, own, strict=True):
+                whole[position] = leaf
+            return self._fn(*self._replaced(args, treedef.unflatten(whole)), **kwargs)
+
+        own = [leaves[position].detach() for position in positions]
+        weight = 1.0 if self._weight_fn is None else self._weight_fn(*args)
+        grads, value = torch.func.grad_and_value(loss_fn, has_aux=self._has_aux)(own)
+        whole: list[Tensor | None] = [None] * len(leaves)
+        for position, grad in zip(positions, grads, strict=True):
+            whole[position] = grad
+        tree, *info = dynamo.sync_leaves(
+            self._engine, Method.VALUE_AND_GRAD, whole, treedef, weight, with_info=self._with_info
+        )
+        return value, tree, *info
+
+    # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @untraced()
+    def _step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accumulated: tuple[Any, float] | None,
+        hook_state: Any,
+    ) -> Any:
+        """Take a step in eager mode."""
 
         def begin(step: Step) -> Computed:
             # Operators of the loss function raise once another rank has failed the step.

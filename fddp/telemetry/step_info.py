@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.tables import html_table
@@ -101,3 +104,18 @@ class SyncInfo:
         if self.repaired:
             rows.append(("repaired", counted(len(self.repaired), "bucket")))
         return [*rows, ("skipped", "yes")] if self.skipped else rows
+
+
+class GraphInfo(NamedTuple):
+    """Numbers of a step in a graph of `torch.compile`: tensors of float64 and shape () on the CPU.
+    `GradSync.graph_info` has all information, once the graph has run.
+
+    Attributes:
+        step, active, total_weight, grad_norm, all_finite: as in `SyncInfo`.
+    """
+
+    step: Tensor
+    active: Tensor
+    total_weight: Tensor
+    grad_norm: Tensor
+    all_finite: Tensor

@@ -235,7 +235,7 @@ def check_paths(treedef: TreeDef, paths: tuple[str, ...], what: str) -> None:
         TreeMismatchError: paths are missing, unexpected or in another order.
     """
     if treedef.paths != paths:
-        raise _mismatch(treedef.paths, paths, what)
+        raise mismatch(treedef.paths, paths, what)
 
 
 def _leaves_along(paths: tuple[str, ...], tree: Any, what: str) -> list[Any]:
@@ -244,11 +244,12 @@ def _leaves_along(paths: tuple[str, ...], tree: Any, what: str) -> list[Any]:
         return leaves
     by_path = dict(zip(treedef.paths, leaves, strict=True))
     if by_path.keys() != set(paths):
-        raise _mismatch(treedef.paths, paths, what)
+        raise mismatch(treedef.paths, paths, what)
     return [by_path[path] for path in paths]
 
 
-def _mismatch(paths: tuple[str, ...], expected: tuple[str, ...], what: str) -> TreeMismatchError:
+def mismatch(paths: tuple[str, ...], expected: tuple[str, ...], what: str) -> TreeMismatchError:
+    """Error of a tree, named `what`, that has other paths than expected."""
     known, wanted = set(paths), set(expected)
     if known == wanted:
         path, other = next(pair for pair in zip(paths, expected, strict=True) if pair[0] != pair[1])

@@ -32,6 +32,28 @@ def value_and_grad(rank: Rank) -> None:
             assert info.all_finite
 
 
+def in_graphs(rank: Rank) -> None:
+    """Steps and operators on several buckets as parts of one graph."""
+    torch._dynamo.reset()
+    params = rank.put(mlp())
+    cap = SMALL["bucket_cap_mb"]
+    with (
+        fddp.GradSync(params, group=rank.group, **SMALL) as sync,
+        fddp.GradSync(params, group=rank.group, deterministic=True, **SMALL) as fixed,
+        fddp.Communicator(rank.group, bucket_cap_mb=cap) as ranks,
+    ):
+        steps = [sync.value_and_grad(mlp_loss), fixed.value_and_grad(mlp_loss)]
+
+        def step(params: Any, x: Tensor) -> list[Any]:
+            by_operator = fddp.pmean(torch.func.grad(mlp_loss)(params, x), ranks)
+            return [*(take(params, x)[1] for take in steps), by_operator]
+
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for number in range(3):
+            for grads in compiled(params, rank.put(batch(rank.number, number))):
+                rank.check(grads, means(number))
+
+
 def reported_later(rank: Rank) -> None:
     """Results that are returned before their report, and a step that fails."""
     params = rank.put(mlp())

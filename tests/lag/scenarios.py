@@ -47,6 +47,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
     each.__name__: each
     for each in (
         f.value_and_grad,
+        f.in_graphs,
         f.reported_later,
         f.mean_of_gradients,
         f.several_streams,

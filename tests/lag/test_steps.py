@@ -83,6 +83,9 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
         step, informed = (sync.value_and_grad(mlp_loss, with_info=flag) for flag in (False, True))
         count("value_and_grad", partial(step, params, x))
         count("value_and_grad, with_info", partial(informed, params, x))
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        count("value_and_grad in a graph", partial(compiled, params, x))
         grads = step(params, x)[1]
         count("sync", partial(sync, grads))
     with fddp.GradSync(params, group=group, algorithm="reduce_scatter", **SMALL) as sync:

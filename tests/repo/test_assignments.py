@@ -34,6 +34,7 @@ ALLOWED = {
     "runtime.finite_check: error.step": "an exception's",
     "runtime.inputs: _differentiated.depth": "a variable of the thread, of this module",
     "runtime.step: error.args": "an exception's",
+    "sync.dynamo: _function._dynamo_marked_constant": "an attribute of functions that dynamo reads",
     "sync.grad_sync: other._engine": "a copy of `self`",
 }
 

@@ -1,0 +1,456 @@
+"""Steps of a `GradSync` in graphs: the results of eager mode, and starts where gradients exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from tests.support.ranks import RankPool
+
+RANKS = 2
+ROUNDING = 1e-6, 1e-2  # what fused operations may do to float32, and to bfloat16
+SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # about a bucket for each leaf
+INDUCTOR = pytest.mark.nightly  # it generates C++, which takes seconds for each graph
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
+
+Params = dict[str, Any]
+
+
+def make_params(dtype: torch.dtype = torch.float32) -> Params:
+    """Weights of layers, and what has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(6, 6, generator=generator).to(dtype) for _ in range(4)]
+    return {"layers": layers, "bias": torch.zeros(6, dtype=dtype), "count": torch.tensor(3)}
+
+
+def batch(rank: int, rows: int = 5) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def loss_fn(params: Params, x: Tensor) -> Tensor:
+    for weight in params["layers"]:
+        x = torch.tanh(x.to(weight.dtype) @ weight + params["bias"])
+    return x.float().square().mean() * params["count"]
+
+
+def update(params: Params, grads: Params) -> Params:
+    return fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+# How a step is written
+
+
+def through_value_and_grad(sync: fddp.GradSync, x: Tensor, **given: Any) -> Callable[..., Any]:
+    take = sync.value_and_grad(loss_fn, **given)
+
+    def step(params: Params) -> tuple[Params, Tensor]:
+        loss, grads, *_ = take(params, x)
+        return update(params, grads), loss
+
+    return step
+
+
+def through_value_and_grad_inside(
+    sync: fddp.GradSync, x: Tensor, **given: Any
+) -> Callable[..., Any]:
+    def step(params: Params) -> tuple[Params, Tensor]:
+        loss, grads, *_ = sync.value_and_grad(loss_fn, **given)(params, x)
+        return update(params, grads), loss
+
+    return step
+
+
+def through_call(sync: fddp.GradSync, x: Tensor, **given: Any) -> Callable[..., Any]:
+    def step(params: Params) -> tuple[Params, Tensor]:
+        count = params["count"]
+        floating = {name: leaf for name, leaf in params.items() if name != "count"}
+        whole = lambda own: loss_fn({**own, "count": count}, x)  # noqa: E731
+        grads, loss = torch.func.grad_and_value(whole)(floating)
+        result = sync({**grads, "count": None}, **given)
+        return update(params, result[0] if given.get("with_info") else result), loss
+
+    return step
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "value_and_grad": (through_value_and_grad, {}, {}),
+    "value_and_grad made inside": (through_value_and_grad_inside, {}, {}),
+    "call": (through_call, {}, {}),
+    "weights": (through_value_and_grad, {}, {"weight_fn": lambda _, x: x.shape[0]}),
+    "a weight": (through_call, {}, {"weight": 0.25}),
+    "info": (through_value_and_grad, {}, {"with_info": True}),
+    "info of a call": (through_call, {}, {"with_info": True}),
+    "a wider sum": (through_value_and_grad, {"reduce_dtype": torch.float32}, {}),
+    "a hook": (through_value_and_grad, {"hook": fddp.hooks.cast(torch.bfloat16)}, {}),
+    "deterministic": (through_value_and_grad, {"deterministic": True}, {}),
+    "a local leaf": (through_value_and_grad, {"select": lambda path: path != "layers.1"}, {}),
+    "raise": (through_value_and_grad, {"nonfinite": "raise"}, {}),
+    "next": (through_value_and_grad, {"report": "next"}, {}),
+    "one bucket": (through_value_and_grad, {"bucket_cap_mb": 25.0}, {}),
+    "gloo": (through_value_and_grad, {"transport": "c10d"}, {}),
+}
+
+
+def train(rank: int, world_size: int, name: str, backend: str) -> Any:
+    """Differences between three compiled and three eager steps, and the number of graphs."""
+    torch._dynamo.reset()
+    make, options, given = CASES[name]
+    params = make_params(torch.bfloat16 if "reduce_dtype" in options else torch.float32)
+    counter = CompileCounterWithBackend(backend)
+    with fddp.GradSync(params, **{**SMALL, **options}) as sync:
+        step = make(sync, batch(rank, rows=5 + rank), **given)
+        compiled = torch.compile(step, backend=counter, fullgraph=True)
+        found = wanted = params
+        losses = []
+        for _ in range(3):
+            found, loss = compiled(found)
+            losses.append(loss)
+        order = sync.plan.order
+        for number in range(3):
+            wanted, loss = step(wanted)
+            losses[number] = losses[number] - loss
+    leaves = zip(
+        [*found["layers"], found["bias"]], [*wanted["layers"], wanted["bias"]], strict=True
+    )
+    difference = max(
+        float((a - b).abs().max()) for a, b in [*leaves, (torch.stack(losses), 0 * loss)]
+    )
+    return difference, counter.frame_count, order
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_steps_have_the_bits_of_eager_ones(
+    ranks: RankPool, name: str, backend: str
+) -> None:
+    for difference, graphs, order in ranks.run(RANKS, train, name, backend):
+        assert difference <= (0.0 if backend == "aot_eager" else ROUNDING[name == "a wider sum"])
+        assert graphs == 1  # also where the plan was rebuilt
+        if name == "value_and_grad":  # in the order of the graph, from the last layer to the first
+            assert order[-1] < order[1] < order[0]
+
+
+# How gradients come about
+
+
+def shared(params: Params, x: Tensor) -> Tensor:
+    return loss_fn({**params, "layers": [*params["layers"], params["layers"][0]]}, x)
+
+
+def unused(params: Params, x: Tensor) -> Tensor:
+    return loss_fn({**params, "layers": params["layers"][1:]}, x)
+
+
+def autocast(params: Params, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_fn(params, x)
+
+
+def with_aux(params: Params, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return loss_fn(params, x), {"rows": x.sum(1)}
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "shared": (shared, {}),
+    "unused": (unused, {}),
+    "autocast": (autocast, {}),
+    "with an auxiliary result": (with_aux, {"has_aux": True}),
+}
+
+
+def gradients(rank: int, world_size: int, name: str) -> Any:
+    torch._dynamo.reset()
+    loss, given = LOSSES[name]
+    params, x = make_params(), batch(rank)
+    with fddp.GradSync(params, **SMALL) as sync:
+        step = sync.value_and_grad(loss, **given)
+        found = torch.compile(step, backend="aot_eager", fullgraph=True)(params, x)
+        wanted = step(params, x)
+    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+    return [torch.equal(torch.zeros_like(a) if b is None else b, a) for a, b in pairs if a is not b]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_a_compiled_value_and_grad(ranks: RankPool, name: str) -> None:
+    # Unused leaves have gradients of zeros in a graph, and none in eager mode.
+    for equal in ranks.run(RANKS, gradients, name):
+        assert equal
+        assert all(equal)
+
+
+def _means(
+    sync: fddp.GradSync, model: torch.nn.Module, params: Params, call: str, x: Tensor
+) -> list[Tensor]:
+    run = partial(functional_call, model, params)
+    out = checkpoint(run, (x,), use_reentrant=False) if call == "checkpoint" else run((x,))
+    loss = out.square().mean()
+    if call != "backward":
+        own = torch.autograd.grad(loss, [*params.values()])
+    else:
+        loss.backward()
+        own = tuple(p.grad for p in params.values())
+    return [*sync(dict(zip(params, own, strict=True))).values()]
+
+
+def by_backward(rank: int, world_size: int, call: str) -> Any:
+    """Parameters of a module after three steps, compiled and eager."""
+    torch._dynamo.reset()
+    results = []
+    for backend in ("aot_eager", None):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+        params, x = dict(model.named_parameters()), batch(rank)
+        with fddp.GradSync(model, **SMALL) as sync:
+            run = partial(_means, sync, model, params, call)
+            if backend:
+                run = torch.compile(run, backend=backend, fullgraph=True)
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
+                for _ in range(3):
+                    grads = run(x)
+                    for p, grad in zip(params.values(), grads, strict=True):
+                        p.grad = None
+                        p.data.sub_(0.1 * grad)
+        results.append([p.detach().clone() for p in params.values()])
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("call", ["grad", "backward", "checkpoint"])
+def test_gradients_of_autograd_within_a_graph(ranks: RankPool, call: str) -> None:
+    for equal in ranks.run(RANKS, by_backward, call):
+        assert all(equal)
+
+
+# Contents of graphs
+
+
+def recorded(rank: int, world_size: int) -> Any:
+    """Operations of the graph of a step, and the buckets of its schedule."""
+    torch._dynamo.reset()
+    operations: list[tuple[str, Any, list[int]]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = list(graph.graph.nodes)
+        place = {node: at for at, node in enumerate(nodes)}
+        for node in nodes:
+            target, args = node.target, node.args
+            if str(target) == "with_effects":
+                target, args = node.args[1], node.args[2:]
+            inputs = [place[n] for n in node.all_input_nodes]
+            operations.append((str(target), args[-1] if args else None, inputs))
+        return graph.forward
+
+    params, x = make_params(), batch(rank)
+    with fddp.GradSync(params, **SMALL) as sync:
+        total = fddp.Communicator()
+
+        def step(params: Params) -> Any:
+            loss, grads = sync.value_and_grad(loss_fn)(params, x)
+            return update(params, grads), fddp.pmean(loss, total)
+
+        torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(params)
+        total.close()
+        texts = [sync.plan.buckets[bucket].leaves for bucket in sync.schedule.sequence]
+        paths = [[sync.plan.paths[leaf] for leaf in leaves] for leaves in texts]
+    calls = [
+        (at, str(name).removeprefix("fddp."), json.loads(text), inputs)
+        for at, (name, text, inputs) in enumerate(operations)
+        if str(name).startswith("fddp.")
+    ]
+    return calls, [name for name, _, _ in operations], paths
+
+
+def test_a_graph_has_the_schedule_with_each_start_behind_its_last_input(ranks: RankPool) -> None:
+    for calls, operations, paths in ranks.run(RANKS, recorded):
+        names = [name for _, name, _, _ in calls]
+        assert names == ["start_gradients.default"] * len(paths) + [
+            "finish_step.default",
+            "pmean.default",
+        ]
+        for (_, _, about, _), bucket in zip(calls, paths, strict=False):
+            first, last = bucket[0], bucket[-1]
+            assert about["bucket"].endswith(f"({first if first == last else f'{first} .. {last}'})")
+        assert len({at for at, *_ in calls[:-2]}) > 1
+        for at, _, _, inputs in calls[:-2]:
+            between = operations[max(inputs) + 1 : at]
+            assert not between
+        first, last = calls[0][0], calls[-3][0]
+        assert any("mm" in name for name in operations[first:last])  # backward goes on meanwhile
+        assert not any("mm" in name for name in operations[last:])
+
+
+def generated(rank: int, world_size: int) -> list[str]:
+    """Calls in the code that Inductor generates, in order."""
+    torch._dynamo.reset()
+    params, x = make_params(), batch(rank)
+    with fddp.GradSync(params, **SMALL) as sync:
+        step = through_value_and_grad(sync, x)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), params)
+    wanted = re.compile(r"(start_gradients|finish_step)\.default\(|extern_kernels\.(\w*mm)\(")
+    return ["".join(filter(None, found)) for found in wanted.findall(code)]
+
+
+@INDUCTOR
+def test_inductor_keeps_the_order(ranks: RankPool) -> None:
+    for calls in ranks.run(RANKS, generated):
+        backward = calls[calls.index("start_gradients") :]
+        assert calls.count("start_gradients") >= 4
+        assert calls[-1] == "finish_step"
+        # Between two starts, the input's gradient of one layer and the weight's of the next.
+        assert backward[0] == "start_gradients"
+        first_four = [k for k, name in enumerate(backward) if name == "start_gradients"][:4]
+        assert all(b - a > 1 for a, b in pairwise(first_four)), backward
+
+
+# Number of graphs
+
+
+def many_steps(rank: int, world_size: int) -> Any:
+    torch._dynamo.reset()
+    params = make_params()
+    counter = CompileCounterWithBackend("aot_eager")
+    with fddp.GradSync(params, **SMALL) as sync:
+        take = sync.value_and_grad(loss_fn, weight_fn=lambda _, x: x.shape[0])
+
+        def step(params: Params, x: Tensor) -> Params:
+            return update(params, take(params, x)[1])
+
+        compiled = torch.compile(step, backend=counter, fullgraph=True)
+        found, sizes = params, []
+        for number in range(100):
+            found = compiled(found, batch(rank, rows=5 + (number + rank) % 7))
+            sizes.append(counter.frame_count)
+        wanted = params
+        for number in range(100):
+            wanted = step(wanted, batch(rank, rows=5 + (number + rank) % 7))
+        kept = sizes[-1]
+        sync._engine.set_plan(fddp.plan_buckets(params))  # as a tuned plan
+        compiled(found, batch(rank))
+        replanned = counter.frame_count
+    return torch.equal(found["bias"], wanted["bias"]), kept, replanned
+
+
+def test_steps_of_all_batch_sizes_run_one_graph_until_the_plan_changes(ranks: RankPool) -> None:
+    for equal, kept, replanned in ranks.run(RANKS, many_steps):
+        assert equal
+        assert kept == 2  # for the first size, and for any
+        assert replanned == 3
+
+
+# Ranks that differ
+
+
+def one_in_a_graph(rank: int, world_size: int) -> Any:
+    torch._dynamo.reset()
+    params = make_params()
+    plan = fddp.plan_buckets(params, bucket_cap_mb=1e-4)
+    with fddp.GradSync(plan) as sync:
+        step = through_value_and_grad(sync, batch(rank))
+        mixed = step if rank == 0 else torch.compile(step, backend="aot_eager", fullgraph=True)
+        found = [mixed(params)[0]["bias"] for _ in range(2)]
+        return [torch.equal(bias, step(params)[0]["bias"]) for bias in found]
+
+
+def test_ranks_that_run_a_graph_meet_those_that_do_not(ranks: RankPool) -> None:
+    assert ranks.run(RANKS, one_in_a_graph) == [[True, True]] * RANKS
+
+
+def failures(rank: int, world_size: int) -> Any:
+    """Error texts of steps in which rank 1 makes a mistake, and whether the next step succeeds."""
+    found = {}
+    params, x = make_params(), batch(rank)
+    with fddp.GradSync(params, **SMALL) as sync:
+
+        def attempt(name: str, step: Callable[..., Any], *args: Any) -> None:
+            torch._dynamo.reset()
+            try:
+                torch.compile(step, backend="aot_eager", fullgraph=True)(*args)
+                found[name] = ""
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+        def weighted(params: Params, weight: float) -> Params:
+            return sync.value_and_grad(loss_fn, weight_fn=lambda *_: weight)(params, x)[1]
+
+        attempt("weight", weighted, params, -1.0 if rank == 1 else 1.0)
+        attempt("after", weighted, params, 1.0)
+        wrong = {**params, "bias": torch.zeros(7)} if rank == 1 else params
+        attempt("shape", lambda p: sync({**p, "count": None}), wrong)
+        attempt("after that", weighted, params, 1.0)
+        attempt("paths", lambda p: sync(p["layers"] if rank == 1 else {**p, "count": None}), params)
+        attempt("at last", weighted, params, 1.0)
+    attempt("closed", weighted, params, 1.0)
+    return found
+
+
+def test_mistakes_of_one_rank_are_raised_on_all(ranks: RankPool) -> None:
+    first, second = ranks.run(RANKS, failures)
+    for name in ("after", "after that", "at last"):
+        assert first[name] == second[name] == "", name
+    assert second["weight"].startswith("WeightError")
+    assert "PeerError" in first["weight"]
+    assert "leaf 'bias'" in second["shape"]
+    assert "float32 of shape (7,)" in second["shape"]
+    assert "float32 of shape (6,)" in second["shape"]
+    assert "leaf 'bias'" in first["shape"]
+    assert "does not have the expected leaves" in second["paths"]
+    assert "PeerError" in first["paths"]
+    assert "is closed" in first["closed"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "virtual ranks": ({"virtual_ranks": 4}, "virtual ranks"),
+    "shards": ({"algorithm": "reduce_scatter"}, "shards"),
+    "states": ({"hook": fddp.hooks.top_k(0.5)}, "state of"),
+    "skip": ({"nonfinite": "skip"}, "nonfinite='skip'"),
+    "sparse": ({"sparse": ["bias"]}, "sparse leaves"),
+}
+
+
+def refused(rank: int, world_size: int, name: str) -> str:
+    torch._dynamo.reset()
+    params = {"bias": torch.zeros(6), "w": torch.ones(6)}
+    with fddp.GradSync(params, **REFUSED[name][0]) as sync:
+        try:
+            torch.compile(lambda p: sync(p), backend="aot_eager", fullgraph=True)(params)
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_steps_that_no_graph_can_have(ranks: RankPool, name: str) -> None:
+    for text in ranks.run(RANKS, refused, name):
+        assert REFUSED[name][1] in text
+        assert "outside of the compiled function" in text
+
+
+def in_a_loopback(group: fddp.Group) -> str:
+    with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+        try:
+            torch.compile(lambda p: sync(p), backend="aot_eager", fullgraph=True)(
+                {"w": torch.ones(2)}
+            )
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+def test_threads_as_ranks_are_refused() -> None:
+    (text,) = fddp.loopback(1, in_a_loopback)
+    assert "run the ranks as processes" in text
