@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -268,12 +270,16 @@ class ArrivingContributions(Contributions):
     def __init__(self, leaves: int, weight: float) -> None:
         super().__init__(None, weight)
         self._given: list[Tensor | None] = [None] * leaves
+        # Times of the gradients, on the clock of `time.perf_counter`.
+        self.times_s = [math.nan] * leaves
         self._used = [False] * leaves
 
     def give(self, leaves: Sequence[int], grads: Leaves) -> None:
         """Take the gradients of a bucket's leaves, before it is packed."""
+        now_s = time.perf_counter()
         for leaf, grad in zip(leaves, grads, strict=True):
             self._given[leaf] = grad
+            self.times_s[leaf] = now_s
             self._used[leaf] = grad is not None and self.weight > 0.0
 
     def own(self, leaves: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import time
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
-from fddp.runtime.contributions import BackwardContributions
+from fddp.runtime.contributions import ArrivingContributions, BackwardContributions
 from fddp.runtime.hook_sums import HookSums, StageWork
 from fddp.runtime.step import Outcome, Step
 from fddp.telemetry.step_info import SyncInfo, Trace
@@ -63,6 +63,8 @@ def ready_times_s(step: Step) -> dict[int, float]:
     """Return the time of the last gradient of each differentiable leaf, on the clock of
     `time.perf_counter`; NaN for leaves without gradient."""
     own, leaves = step.contributions, step.program.differentiated
+    if isinstance(own, ArrivingContributions):
+        return {leaf: own.times_s[leaf] for leaf in leaves}
     if not isinstance(own, BackwardContributions):
         return dict.fromkeys(leaves, step.begun_s)
     times_s = dict.fromkeys(leaves, math.nan)

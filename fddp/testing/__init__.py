@@ -2,10 +2,10 @@
 
 `check_replication` finds out, in one process, whether a training step keeps replicas equal.
 Hypothesis strategies: `param_trees`, `gradients`, `plans`, `topologies`, `schedules`, `arrivals`.
-Assertions: `assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `check_gradients`
-compares derivatives of functions that communicate with finite differences, and `check_adjoint`
-compares forward mode with reverse mode. `loopback` runs any number of ranks in one process.
-pytest leaves the frames of these functions out of tracebacks (`__tracebackhide__`).
+Assertions: `assert_mean`, `assert_schedule_ok`, `assert_same_collectives`, `assert_overlap`.
+`check_gradients` compares derivatives of functions that communicate with finite differences, and
+`check_adjoint` compares forward mode with reverse mode. `loopback` runs any number of ranks in one
+process. pytest leaves the frames of these functions out of tracebacks (`__tracebackhide__`).
 
 Example:
     >>> import torch
@@ -38,6 +38,7 @@ from fddp.testing.adjoint import pulling_back as pulling_back
 from fddp.testing.laws import assert_same_collectives as assert_same_collectives
 from fddp.testing.laws import assert_schedule_ok as assert_schedule_ok
 from fddp.testing.means import assert_mean as assert_mean
+from fddp.testing.overlap import assert_overlap as assert_overlap
 from fddp.testing.replication import check_replication as check_replication
 from fddp.testing.strategies import arrivals as arrivals
 from fddp.testing.strategies import gradients as gradients

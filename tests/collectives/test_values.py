@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, vmap
 
 import fddp
-from fddp.collectives.operator_program import bucketed
+from fddp.collectives.calls import Call
+from fddp.collectives.execute import finish_buckets, start_bucket
+from fddp.collectives.operator_program import OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.testing import gradients, param_trees
 from tests.support.collectives import OPERATORS
@@ -240,6 +243,26 @@ def test_plans(group: Any) -> None:
         assert len(rows_plan.buckets) == 2
         alike = [fddp.all_to_all(rows, ranks), fddp.all_to_all(rows, ranks, plan=rows_plan)]
         assert same_bits(alike)
+
+
+def test_a_bucket_of_a_graph_is_sent_without_waiting_for_other_ranks() -> None:
+    sent = threading.Barrier(2)
+
+    def send(group: Any) -> float:
+        with fddp.Communicator(group) as ranks:
+            units = (LeafSpec("a", (2,), "float32"), LeafSpec("b", (2,), "float32"))
+            devices = (torch.device("cpu"),) * 2
+            program = OperatorProgram("psum", ranks.place(()), -1, units, devices, ((1,), (0,)))
+            call = Call(ranks, program, None)
+            if group.rank == 1:
+                sent.wait(timeout=20)  # until rank 0 has begun
+            for bucket in range(2):
+                start_bucket(call, bucket, [torch.ones(2)])
+            if group.rank == 0:
+                sent.wait(timeout=20)
+            return float(sum(finish_buckets(call)).sum())
+
+    assert fddp.loopback(2, send) == [8.0, 8.0]
 
 
 def test_a_bucket_is_closed_when_it_reaches_the_cap() -> None:

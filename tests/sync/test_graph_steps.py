@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
+from torch.distributed._functional_collectives import all_reduce
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +96,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "call": (through_call, {}, {}),
     "weights": (through_value_and_grad, {}, {"weight_fn": lambda _, x: x.shape[0]}),
     "a weight": (through_call, {}, {"weight": 0.25}),
+    "a weight of 0": (through_value_and_grad, {}, {"weight_fn": lambda _, x: x.shape[0] - 5}),
     "info": (through_value_and_grad, {}, {"with_info": True}),
     "info of a call": (through_call, {}, {"with_info": True}),
     "a wider sum": (through_value_and_grad, {"reduce_dtype": torch.float32}, {}),
@@ -293,14 +297,20 @@ def test_a_graph_has_the_schedule_with_each_start_behind_its_last_input(ranks: R
         assert not any("mm" in name for name in operations[last:])
 
 
+def with_biases(params: list[Params], x: Tensor) -> Tensor:
+    for layer in params:
+        x = torch.relu(x @ layer["w"] + layer["b"])
+    return x.square().mean()
+
+
 def generated(rank: int, world_size: int) -> list[str]:
     """Calls in the code that Inductor generates, in order."""
     torch._dynamo.reset()
-    params, x = make_params(), batch(rank)
-    with fddp.GradSync(params, **SMALL) as sync:
-        step = through_value_and_grad(sync, x)
+    params, x = [{"w": torch.ones(6, 6), "b": torch.ones(6)} for _ in range(4)], batch(rank)
+    with fddp.GradSync(params, bucket_cap_mb=1.5e-4, first_bucket_mb=1.5e-4) as sync:
+        step = sync.value_and_grad(with_biases)
         with torch._inductor.config.patch(force_disable_caches=True):
-            _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), params)
+            _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), params, x)
     wanted = re.compile(r"(start_gradients|finish_step)\.default\(|extern_kernels\.(\w*mm)\(")
     return ["".join(filter(None, found)) for found in wanted.findall(code)]
 
@@ -309,12 +319,81 @@ def generated(rank: int, world_size: int) -> list[str]:
 def test_inductor_keeps_the_order(ranks: RankPool) -> None:
     for calls in ranks.run(RANKS, generated):
         backward = calls[calls.index("start_gradients") :]
-        assert calls.count("start_gradients") >= 4
-        assert calls[-1] == "finish_step"
-        # Between two starts, the input's gradient of one layer and the weight's of the next.
-        assert backward[0] == "start_gradients"
-        first_four = [k for k, name in enumerate(backward) if name == "start_gradients"][:4]
-        assert all(b - a > 1 for a, b in pairwise(first_four)), backward
+        assert backward[-1] == "finish_step"
+        starts = [k for k, name in enumerate(backward) if name == "start_gradients"]
+        assert len(starts) == 4
+        # Kernels that give biases' gradients are not fused: each layer goes on before the next one.
+        assert all(b - a > 1 for a, b in pairwise(starts)), backward
+
+
+class Reusing(torch.fx.Interpreter):
+    """Runs a graph, and overwrites gradients that only a start has used, as Inductor may."""
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        result = super().run_node(node)
+        if "start_gradients" in str(node.args[1:2]):
+            for source in node.all_input_nodes:
+                value = self.env.get(source)
+                if isinstance(value, Tensor) and value.numel() and len(source.users) == 1:
+                    value.fill_(float("nan"))
+        return result
+
+
+def reused(rank: int, world_size: int, options: dict[str, Any]) -> list[bool]:
+    torch._dynamo.reset()
+    params, x = make_params(), batch(rank)
+
+    def run(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(Reusing(graph, garbage_collect_values=False).run)
+
+    with fddp.GradSync(params, **SMALL, **options) as sync:
+        step = sync.value_and_grad(loss_fn)
+        found = torch.compile(step, backend=aot_autograd(fw_compiler=run), fullgraph=True)
+        _, grads = found(params, x)
+        _, wanted = step(params, x)
+    pairs = zip(tree_leaves(grads), tree_leaves(wanted), strict=True)
+    return [torch.equal(a, b) for a, b in pairs if a is not b]
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_gradients_are_not_read_after_their_start(ranks: RankPool, options: Any) -> None:
+    for equal in ranks.run(RANKS, reused, options):
+        assert all(equal)
+
+
+def beside_others(rank: int, world_size: int) -> list[str]:
+    """Collectives of a graph in which another library's comes between backward and the mean."""
+    torch._dynamo.reset()
+    names: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets = [
+            str(part) for node in graph.graph.nodes for part in (node.target, node.args[1:2])
+        ]
+        wanted = re.compile("c10d_functional.all_reduce|start_gradients|finish_step")
+        names.extend(found.group() for text in targets if (found := wanted.search(text)))
+        return make_boxed_func(graph.forward)
+
+    params, x = make_params(), batch(rank)
+    group: Any = dist.group.WORLD
+    with fddp.GradSync(params, **SMALL) as sync:
+        del params["count"]
+        whole = lambda own: loss_fn({**own, "count": torch.tensor(3)}, x)  # noqa: E731
+
+        def step(params: Params) -> Any:
+            grads, loss = torch.func.grad_and_value(whole)(params)
+            loss = all_reduce(loss, "sum", group)
+            return sync({**grads, "count": None}), loss
+
+        torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(params)
+    return names
+
+
+def test_starts_do_not_pass_other_collectives(ranks: RankPool) -> None:
+    for names in ranks.run(RANKS, beside_others):
+        assert names[0] == "c10d_functional.all_reduce"
+        assert {*names[1:-1]} == {"start_gradients"}
+        assert names[-1] == "finish_step"
 
 
 # Number of graphs
