@@ -56,17 +56,13 @@ def operate(
 # Dynamo calls these functions while it traces, with constants, and treats results as constants.
 
 
-def check_processes(group: Any) -> None:
-    """Raise a TypeError if the ranks of a group are no processes."""
+def _open(group: Any, mesh: Any) -> str:
     if isinstance(group, LoopbackGroup):
         raise TypeError(
             "a group of fddp.loopback in a compiled function: dynamo keeps graphs for the process, "
             "and these ranks are threads of one; run the ranks as processes (torchrun)"
         )
 
-
-def _open(group: Any, mesh: Any) -> str:
-    check_processes(group)
     with outside_tracing():
         return communicator_of(group, mesh).label
 

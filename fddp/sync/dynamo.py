@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.collectives.dynamo import check_processes, traced_site
+from fddp.collectives.dynamo import traced_site
 from fddp.core.protocol.calls import Method
 from fddp.sync.engine import Engine
 from fddp.telemetry.step_info import GraphInfo
+from fddp.transport import LoopbackGroup
 from fddp.tree.pytree import TreeDef, flatten
 
 
@@ -59,9 +60,21 @@ def is_differentiable(leaf: Any) -> bool:
 def _registered(engine: Engine, label: str) -> str:
     from fddp.sync.torch_library import steps_of
 
-    check_processes(engine.group)
     steps_of(engine)
     return label
+
+
+def fits(engine: Engine, label: str) -> bool:
+    """Return True if a graph can have a step of an engine with this plan and hook."""
+    bound, schedule = engine.setup.code.hook, engine.schedule
+    return (
+        schedule.virtual is None
+        and schedule.result == "replicated_mean"
+        and engine.terms.nonfinite != "skip"
+        and (bound is None or not bound.stateful)
+        and not any(bucket.sparse for bucket in schedule.plan.buckets)
+        and not isinstance(engine.group, LoopbackGroup)
+    )
 
 
 def _prepare() -> None:
@@ -69,7 +82,7 @@ def _prepare() -> None:
 
 
 # The attribute that `torch._dynamo.assume_constant_result` sets; that would load dynamo.
-_FUNCTIONS: tuple[Any, ...] = (_registered, _prepare)
+_FUNCTIONS: tuple[Any, ...] = (_registered, _prepare, fits)
 for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 

@@ -176,7 +176,7 @@ def emit(
         The means by leaf; this rank's own gradients for leaves that are not reduced.
 
     Raises:
-        TreeMismatchError, ValueError: the step can't be taken; on all ranks.
+        TreeMismatchError: the tree does not match the plan; on all ranks.
     """
     engine = _steps(label).engine
     problem = _problem(engine, paths, leaves)
@@ -209,25 +209,9 @@ def emit(
 def _problem(
     engine: Engine, paths: Sequence[str], leaves: Sequence[Tensor | None]
 ) -> Exception | None:
-    """Return the error of a step that can't be part of a graph."""
-    program, bound = engine.program, engine.setup.code.hook
-    plan, schedule = program.plan, engine.schedule
-    wanted = ""
-    if schedule.virtual is not None:
-        wanted = "virtual ranks, whose inputs come one after the other"
-    elif schedule.result != "replicated_mean":
-        wanted = "shards, whose sizes differ between ranks"
-    elif bound is not None and bound.stateful:
-        wanted = f"the state of {bound.hook.name}"
-    elif engine.terms.nonfinite == "skip":
-        wanted = "nonfinite='skip', under which results may be None"
-    elif any(bucket.sparse for bucket in plan.buckets):
-        wanted = "sparse leaves"
-    if wanted:
-        return ValueError(
-            f"a graph can't have a step with {wanted}; call this GradSync outside of the compiled "
-            f"function, or build another one for it"
-        )
+    """Return the error of gradients that do not match the plan."""
+    program = engine.program
+    plan = program.plan
     if tuple(paths) != plan.paths:
         return mismatch(tuple(paths), plan.paths, "gradients")
     with outside_tracing():

@@ -102,8 +102,13 @@ class TreeSync:
             ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() and dynamo.fits(self._engine, self._engine.graph_label):
             return dynamo.sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
+        return self._call(grads, weight, with_info)
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def _call(self, grads: Any, weight: float | Sequence[float], with_info: bool) -> Any:
+        """Take a step in eager mode."""
         return sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
 
     @entrance

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from fddp._C import LeafSet
 
 INSTEAD_IN_A_GRAPH = (
-    "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn); call other methods of "
-    "a GradSync outside of the compiled function"
+    "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn), without a hook that "
+    "keeps state, accumulated=, virtual ranks, shards, sparse leaves, nonfinite='skip', EXHAUSTED, "
+    "or ranks that are threads; take other steps outside of the compiled function"
 )
 """Advice in the error of torch.compile with `fullgraph=True`."""
 
@@ -116,23 +117,18 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """Take a step; see the class."""
-        if is_dynamo_compiling():
-            return self._in_graph(args, kwargs, accumulated, hook_state)
+        if (
+            is_dynamo_compiling()
+            and accumulated is None
+            and hook_state is None
+            and not _has_exhausted(args, kwargs)
+            and dynamo.fits(self._engine, self._engine.graph_label)
+        ):
+            return self._in_graph(args, kwargs)
         return self._step(args, kwargs, accumulated, hook_state)
 
-    def _in_graph(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        accumulated: tuple[Any, float] | None,
-        hook_state: Any,
-    ) -> Any:
+    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a step in the graph of dynamo."""
-        if accumulated is not None or hook_state is not None or _has_exhausted(args, kwargs):
-            raise ValueError(
-                "a graph can't have a step with accumulated=, hook_state= or EXHAUSTED; call it "
-                "outside of the compiled function"
-            )
         given = self._params(args, kwargs)
         leaves, treedef = flatten(given)
         positions = [k for k, leaf in enumerate(leaves) if dynamo.is_differentiable(leaf)]
@@ -155,7 +151,7 @@ class ValueAndGrad:
         return value, tree, *info
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
-    @untraced()
+    @untraced(INSTEAD_IN_A_GRAPH)
     def _step(
         self,
         args: tuple[Any, ...],
