@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from fddp import GradSync, SyncInfo
+from fddp.extend import entrance
 
 _SMALL = 0.05  # of backward, or of a bucket's exposed time: below it, a wait is no reason
 
 
+@entrance
 def assert_overlap(sync: GradSync, info: SyncInfo, fraction: float) -> None:
     """Assert that at least a fraction of the communication of a step overlaps with backward.
 

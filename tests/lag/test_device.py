@@ -15,35 +15,12 @@ from fddp.native.layout import Layout
 from fddp.native.pack import slices
 from tests import lag
 from tests.lag.rank import slow
+from tests.lag.seeds import SEEDS, on_device, wrong_seeds
 from tests.support.polling import soon
-from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SEEDS = range(20)
-
-
-def on_device(fn: Callable[..., None], *args: Any) -> None:
-    """Run a function of the device in a process of its own."""
-    (outcome,) = run_fresh(1, call_on_rank, fn, args)
-    assert outcome.error is None, outcome.error
-    assert outcome.exitcode == 0
-
-
-def call_on_rank(rank: int, world_size: int, fn: Callable[..., None], args: Any) -> None:
-    lag.load()
-    fn(torch.device("lag", 0), *args)
-
-
-def wrong_seeds(run: Callable[[], torch.Tensor], expected: float) -> int:
-    """Number of seeds with which a run gives another sum than expected."""
-    count = 0
-    for seed in SEEDS:
-        lag.load().seed(seed)
-        count += run().sum().item() != expected
-    return count
 
 
 def on_a_side_stream(device: torch.device, *, waits: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import lag
 from tests.lag.rank import on_two_ranks
-from tests.lag.test_device import on_device, wrong_seeds
+from tests.lag.seeds import on_device, wrong_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
