@@ -46,7 +46,7 @@ def test_a_released_wrapper_keeps_no_descriptor(rank: int, world_size: int) -> N
         gc.collect()
         dist.barrier()
         counts.append(open_file_count())
-    assert counts[-1] == counts[1], counts
+    assert counts[-1] <= counts[1], counts
 
 
 def usages(**slopes: float) -> list[Usage]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -45,8 +45,10 @@ def opened(stack: ExitStack, count: int, transport: Any, leaves: Any = LEAVES) -
 
 def native_threads() -> Counter[str]:
     """Return the threads of this process by name, without those that issue requests to a store."""
-    tasks = Path("/proc/self/task").iterdir()
-    names = Counter((task / "comm").read_text().strip() for task in tasks)
+    names = Counter[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            names[(task / "comm").read_text().strip()] += 1
     return names - Counter({"python": names["python"]})
 
 
