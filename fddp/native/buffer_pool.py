@@ -57,8 +57,8 @@ class BufferPool:
 
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
-        released = None if _is_captured(device) else self._released.get(key)
-        if released:
+        released = self._released.get(key)
+        if released and (device.type in _WITHOUT_STREAMS or not is_capturing(device.type)):
             position = self._first_free(released, numel, dtype, device)
             if position >= 0:
                 if self._streams:
@@ -68,7 +68,8 @@ class BufferPool:
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
         """Return a buffer to the pool. Views of it may still be in use."""
-        if _is_captured(buffer.device):
+        has_streams = buffer.device.type not in _WITHOUT_STREAMS
+        if has_streams and is_capturing(buffer.device.type):
             return
         released = self._released.pop(key, None)
         if released is None:
@@ -82,7 +83,7 @@ class BufferPool:
         if len(released) > _KEPT:
             del released[0]
         self._live_views.add(buffer)
-        if buffer.device.type not in _WITHOUT_STREAMS:
+        if has_streams:
             stream = torch.accelerator.current_stream(buffer.device)
             self._streams.setdefault(key, set()).add(stream)
             # The pool may drop the buffer, or be dropped, while work on this stream is in flight.
@@ -122,10 +123,6 @@ class BufferPool:
     def clear(self) -> None:
         """Drop all buffers."""
         self._released = {}
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type not in _WITHOUT_STREAMS and is_capturing(device.type)
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -307,9 +307,11 @@ class Engine:
         label: str = "",
     ) -> Step:
         """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
-        if self.is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
-            with self.beside_capture():
-                self.fail_step(error)
+        if self.setup.code.accelerators and self.is_captured:
+            error = self.capture_error(with_stats=with_stats)
+            if error is not None:
+                with self.beside_capture():
+                    self.fail_step(error)
         step = self.open(method, with_stats=with_stats, label=label)
         try:
             step.take_begin_result(begin(step))
@@ -338,7 +340,7 @@ class Engine:
                 f"of the same GradSync runs, which ranks reach at different points; call it in "
                 f"the loss function itself, or use another GradSync for it"
             )
-        is_captured = self.is_captured
+        is_captured = bool(self.setup.code.accelerators) and self.is_captured
         if is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
             raise error
         setup, turn = self.setup, self.round
