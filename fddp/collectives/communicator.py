@@ -26,10 +26,11 @@ from fddp.core.entrance import entrance
 from fddp.core.plan.defaults import CAP_MB, MIB, timeout_error
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
-from fddp.errors import ClosedError, DesyncError, error_text
+from fddp.errors import ClosedError, DesyncError, FddpError, error_text
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import check_no_failure, exchange
 from fddp.runtime.inputs import outside_tracing
+from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, default_group, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
@@ -190,6 +191,15 @@ class Communicator:
             self._calls_since_handshake.get(place, 0) + 1
         ) % _MOST_BETWEEN
         return self._handshakes.get(place, 0) * _MOST_BETWEEN + between
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note an error within an operator. Close if other ranks do not know of it: they expect
+        this one in the collectives."""
+        self.recorder.fail()
+        if isinstance(error, FddpError):
+            dump_on_failure(error)
+        else:
+            self.transport.close()
 
     def close(self) -> None:
         """Close connections and release memory. Idempotent."""

@@ -62,7 +62,6 @@ def _open(group: Any, mesh: Any) -> str:
             "a group of fddp.loopback in a compiled function: dynamo keeps graphs for the process, "
             "and these ranks are threads of one; run the ranks as processes (torchrun)"
         )
-
     with outside_tracing():
         return communicator_of(group, mesh).label
 
@@ -107,7 +106,9 @@ def _in_graph(
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
         spec = checked_spec(operator, place, plan, root, tiled)
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
-        program = program_of(communicator.cap_bytes, spec, paths, present, [*map(_example, leaves)])
+        program = program_of(
+            communicator.cap_bytes, spec, paths, present, [*map(example_of, leaves)]
+        )
     except Exception as error:
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     call = Call(communicator, program, site, splits=True)
@@ -116,7 +117,7 @@ def _in_graph(
     return tuple(untiled(spec, results))
 
 
-def _example(leaf: Any) -> Any:
+def example_of(leaf: Any) -> Any:
     """Tensor with the metadata of a leaf and integer sizes. A program is for fixed shapes, so
     symbolic sizes of dynamo are specialised to constants here."""
     if not (isinstance(leaf, Tensor) and leaf.layout is torch.strided):

@@ -7,7 +7,7 @@ Nothing here is differentiated. A tracer records operators of `torch.library` in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -18,13 +18,13 @@ from fddp.collectives import handshake
 from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import MOVES_ROWS, TAKES_ROWS, FusedBucket, OperatorProgram
 from fddp.core.text import leaf_text
-from fddp.errors import FddpError, InternalError
+from fddp.errors import InternalError
 from fddp.native import extension
 from fddp.native.memory import PLAIN_INSTEAD, wrapper_kind
 from fddp.native.pack import pack_, slices
 from fddp.native.torch_private import is_functional_tensor
+from fddp.runtime.inputs import outside_inference_mode
 from fddp.runtime.operations import start
-from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
                 running.send(leaves)
             return running.finish()
         except BaseException as error:
-            _note_failure(call, error)
+            call.communicator.note_failure(error)
             raise
 
 
@@ -96,7 +96,7 @@ def start_bucket(call: Call, bucket: int, leaves: Sequence[Tensor | None]) -> No
             members = call.program.fused_buckets[bucket].members
             running.send(dict(zip(members, leaves, strict=True)))
         except BaseException as error:
-            _note_failure(call, error)
+            call.communicator.note_failure(error)
             raise
 
 
@@ -109,24 +109,13 @@ def finish_buckets(call: Call) -> list[Tensor]:
         try:
             return running.finish()
         except BaseException as error:
-            _note_failure(call, error)
+            call.communicator.note_failure(error)
             raise
 
 
-def _without_gradients() -> AbstractContextManager[None]:
+def _without_gradients() -> AbstractContextManager[object]:
     """Run a block whose results have no derivatives, and are no inference tensors."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def _note_failure(call: Call, error: BaseException) -> None:
-    """Note an error of an operator, and close the communicator if other ranks do not know of it."""
-    call.communicator.recorder.fail()
-    if isinstance(error, FddpError):
-        dump_on_failure(error)
-    else:
-        call.communicator.transport.close()  # ends their waits
+    return torch.no_grad() if torch.is_grad_enabled() else outside_inference_mode()
 
 
 def on_inexact(

@@ -72,7 +72,7 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         return record(program.operator, leaves, call.communicator.number, text)
     about = call.communicator.number, program.operator, text
     for bucket, members in enumerate(program.buckets):
-        record_start("start_bucket", [leaves[k] for k in members], *about, bucket)
+        record_start("start_bucket", [leaves[k] for k in members], bucket, *about)
     return record("finish_buckets", [], *about)
 
 
@@ -188,7 +188,8 @@ def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any
 # Registration: one `torch.library` operator for each operator of fddp.
 
 
-def _token() -> Tensor:
+def new_token() -> Tensor:
+    """The last result of each operator; see [Note: order of collectives in graphs]."""
     return torch.empty(0)
 
 
@@ -237,7 +238,10 @@ def _shapes(call: Call) -> list[Tensor]:
     program = call.program
     rows = (program.place.size,) if program.operator in MOVES_ROWS else ()
     forms = zip(program.units, program.dtypes, program.devices, strict=True)
-    return [*(torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms), _token()]
+    return [
+        *(torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms),
+        new_token(),
+    ]
 
 
 def register_kernels(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
@@ -260,7 +264,7 @@ def _register(operator: Operator) -> None:
     def execute(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        return [*run_eagerly(found(communicator, call), leaves), _token()]
+        return [*run_eagerly(found(communicator, call), leaves), new_token()]
 
     def shapes(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
@@ -273,7 +277,7 @@ def _register(operator: Operator) -> None:
         if _is_differentiated(leaves):
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
-            return [*results, _token()]
+            return [*results, new_token()]
         with below_autograd():
             below: list[Tensor] = getattr(torch.ops.fddp, operator)(
                 leaves, after, communicator, call
@@ -290,45 +294,28 @@ for _operator in get_args(Operator):
 
 # An operator in parts, which are not differentiated.
 
-_CALL = "int communicator, str operator, str call"
+
+def _split_call(communicator: int, operator: Operator, call: str) -> Call:
+    return call_of(operator, communicator_by_id(communicator), call)
 
 
 @entrance
 def _start_bucket(
-    leaves: Sequence[Tensor | None],
-    after: Tensor | None,
-    communicator: int,
-    operator: Operator,
-    call: str,
-    bucket: int,
+    leaves: Sequence[Tensor | None], after: Tensor | None, bucket: int, *call: Any
 ) -> list[Tensor]:
-    start_bucket(call_of(operator, communicator_by_id(communicator), call), bucket, leaves)
-    return [_token()]
+    start_bucket(_split_call(*call), bucket, leaves)
+    return [new_token()]
 
 
 @entrance
 def _finish_buckets(
-    leaves: Sequence[Tensor | None],
-    after: Tensor | None,
-    communicator: int,
-    operator: Operator,
-    call: str,
+    leaves: Sequence[Tensor | None], after: Tensor | None, *call: Any
 ) -> list[Tensor]:
-    found = call_of(operator, communicator_by_id(communicator), call)
-    return [*finish_buckets(found), _token()]
+    return [*finish_buckets(_split_call(*call)), new_token()]
 
 
-def _finished_shapes(
-    leaves: Sequence[Tensor | None],
-    after: Tensor | None,
-    communicator: int,
-    operator: Operator,
-    call: str,
-) -> list[Tensor]:
-    return _shapes(call_of(operator, communicator_by_id(communicator), call))
-
-
-LIBRARY.define(f"start_bucket(Tensor?[] leaves, Tensor? after, {_CALL}, int bucket) -> Tensor[]")
+_CALL = "int communicator, str operator, str call"
+LIBRARY.define(f"start_bucket(Tensor?[] leaves, Tensor? after, int bucket, {_CALL}) -> Tensor[]")
 LIBRARY.define(f"finish_buckets(Tensor?[] leaves, Tensor? after, {_CALL}) -> Tensor[]")
-register_kernels("start_bucket", _start_bucket, lambda *_: [_token()])
-register_kernels("finish_buckets", _finish_buckets, _finished_shapes)
+register_kernels("start_bucket", _start_bucket, lambda *_: [new_token()])
+register_kernels("finish_buckets", _finish_buckets, lambda _, __, *c: _shapes(_split_call(*c)))

@@ -21,6 +21,23 @@ _SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 eval_frame.set_code_exec_strategy(CALL_CODE, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
 
 
+def untraced_beneath(fn: Function) -> Function:
+    """Exclude what a function calls in eager mode from tracing by dynamo.
+
+    The function itself may be traced.
+
+    Example:
+        >>> @untraced_beneath
+        ... def f(x):
+        ...     return x + 1
+        >>> f(1)
+        2
+    """
+    strategy = eval_frame._FrameExecStrategy(_DEFAULT, _SKIP)
+    eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
 def untraced(instead: str = "", *, callees: bool = True) -> Callable[[Function], Function]:
     """Exclude a function from tracing by dynamo, without any cost when it is called.
 

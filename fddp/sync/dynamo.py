@@ -6,7 +6,7 @@ AOTAutograd, or the backend, runs that call in Python, and records the operators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,24 @@ from torch import Tensor
 
 from fddp.collectives.dynamo import traced_site
 from fddp.core.protocol.calls import Method
+from fddp.native.untraced import untraced
 from fddp.sync.engine import Engine
 from fddp.telemetry.step_info import GraphInfo
 from fddp.transport import LoopbackGroup
 from fddp.tree.pytree import TreeDef, flatten
+
+INSTEAD_IN_A_GRAPH = (
+    "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn), without a hook that "
+    "keeps state, accumulated=, virtual ranks, shards, sparse leaves, nonfinite='skip', EXHAUSTED, "
+    "or ranks that are threads; take other steps outside of the compiled function"
+)
+"""Advice in the error of torch.compile with `fullgraph=True`."""
+
+
+@untraced(INSTEAD_IN_A_GRAPH)
+def break_graph(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function outside of the graph, in eager mode."""
+    return call(*args, **kwargs)
 
 
 def sync_tree(engine: Engine, method: Method, grads: Any, weight: Any, *, with_info: bool) -> Any:

@@ -21,13 +21,21 @@ import json
 import time
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fddp.collectives.torch_library import LIBRARY, record, record_start, register_kernels
+from fddp.collectives.dynamo import example_of
+from fddp.collectives.torch_library import (
+    LIBRARY,
+    new_token,
+    record,
+    record_start,
+    register_kernels,
+)
 from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.calls import Method
@@ -41,6 +49,8 @@ from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import mismatch
+
+_KNOWN_CALLS = 4096
 
 _of_labels: weakref.WeakValueDictionary[str, GraphSteps] = weakref.WeakValueDictionary()
 _of_engines: weakref.WeakKeyDictionary[Engine, GraphSteps] = weakref.WeakKeyDictionary()
@@ -101,8 +111,8 @@ class GraphSteps:
         step.prepare()
         self.step, self.given = step, given
 
-    def finish(self, present: Sequence[int]) -> list[Tensor]:
-        """Finish the step. Return the means of the leaves in `present`."""
+    def finish(self, call: dict[str, Any]) -> list[Tensor]:
+        """Finish the step. Return the means of its leaves, zeros for one that no rank has used."""
         step, self.step, self.given = self.step, None, None
         if step is None:
             raise InternalError("a graph finished a step that it had not begun")
@@ -112,8 +122,12 @@ class GraphSteps:
         except BaseException as error:
             self.engine.end_interrupted(step.number, error)
             raise
-        specs = step.program.plan.leaves
-        results = [_or_zeros(outcome.leaves[leaf], specs[leaf]) for leaf in present]
+        results: list[Tensor] = []
+        for leaf, device in zip(call["leaves"], call["devices"], strict=True):
+            result = outcome.leaves[leaf]
+            if result is None:
+                result = _empty(step.program.plan.leaves[leaf], device).zero_()
+            results.append(result)
         if not step.record_time:
             return results
         info = make_info(outcome, (self.begun_s, end_s))
@@ -122,11 +136,18 @@ class GraphSteps:
         return [*results, torch.tensor(numbers, dtype=torch.float64)]
 
 
-def _or_zeros(result: Tensor | None, spec: LeafSpec) -> Tensor:
-    """A result, or zeros for a leaf that no rank has used."""
-    if result is not None:
-        return result
-    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+def _empty(spec: LeafSpec, device: str) -> Tensor:
+    """Memory for the mean of a leaf."""
+    strides = spec.strides or contiguous_strides(spec.shape)
+    dtype = getattr(torch, spec.dtype)
+    return torch.empty_strided(spec.shape, strides, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=_KNOWN_CALLS)
+def _parsed(call: str) -> dict[str, Any]:
+    """A call from its text, not to be changed."""
+    parsed: dict[str, Any] = json.loads(call)
+    return parsed
 
 
 def steps_of(engine: Engine) -> GraphSteps:
@@ -214,26 +235,14 @@ def _problem(
     plan = program.plan
     if tuple(paths) != plan.paths:
         return mismatch(tuple(paths), plan.paths, "gradients")
-    with outside_tracing():
-        examples = [_example(leaf) for leaf in leaves]
-        position = program.leaf_types.first_mismatch(examples, False)
-        if position >= 0:
-            return TreeMismatchError(misfit(examples[position], plan.leaves[position], "gradients"))
+    examples = [*map(example_of, leaves)]
+    position = program.leaf_types.first_mismatch(examples, False)
+    if position >= 0:
+        return TreeMismatchError(misfit(examples[position], plan.leaves[position], "gradients"))
     return None
 
 
-def _example(leaf: Tensor | None) -> Tensor | None:
-    """A tensor with the metadata of a leaf, in which symbolic sizes become constants."""
-    if leaf is None:
-        return None
-    return torch.empty((), dtype=leaf.dtype).expand([int(size) for size in leaf.shape])
-
-
 # Registration
-
-
-def _token() -> Tensor:
-    return torch.empty(0)
 
 
 @entrance
@@ -241,8 +250,8 @@ def _start_gradients(
     leaves: Sequence[Tensor | None], after: Tensor | None, sync: str, weight: float, call: str
 ) -> list[Tensor]:
     with torch.no_grad(), outside_inference_mode():
-        _steps(sync).start(leaves, weight, json.loads(call))
-    return [_token()]
+        _steps(sync).start(leaves, weight, _parsed(call))
+    return [new_token()]
 
 
 @entrance
@@ -250,27 +259,22 @@ def _finish_step(
     leaves: Sequence[Tensor | None], after: Tensor | None, sync: str, call: str
 ) -> list[Tensor]:
     with torch.no_grad(), outside_inference_mode():
-        return [*_steps(sync).finish(json.loads(call)["leaves"]), _token()]
+        return [*_steps(sync).finish(_parsed(call)), new_token()]
 
 
 def _start_shapes(
     leaves: Sequence[Tensor | None], after: Tensor | None, sync: str, weight: float, call: str
 ) -> list[Tensor]:
-    return [_token()]
+    return [new_token()]
 
 
 def _finish_shapes(
     leaves: Sequence[Tensor | None], after: Tensor | None, sync: str, call: str
 ) -> list[Tensor]:
-    about, plan = json.loads(call), _steps(sync).engine.program.plan
-    results = []
-    for leaf, device in zip(about["leaves"], about["devices"], strict=True):
-        spec = plan.leaves[leaf]
-        strides = spec.strides or contiguous_strides(spec.shape)
-        dtype = getattr(torch, spec.dtype)
-        results.append(torch.empty_strided(spec.shape, strides, dtype=dtype, device=device))
+    about, specs = _parsed(call), _steps(sync).engine.program.plan.leaves
+    pairs = zip(about["leaves"], about["devices"], strict=True)
     numbers = [torch.empty(5, dtype=torch.float64)] if about["with_info"] else []
-    return [*results, *numbers, _token()]
+    return [*(_empty(specs[leaf], device) for leaf, device in pairs), *numbers, new_token()]
 
 
 _OPERATORS: tuple[Any, ...] = (

@@ -12,15 +12,15 @@ from fddp.core.entrance import entrance
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Schedule
-from fddp.native.untraced import untraced
+from fddp.native.untraced import untraced, untraced_beneath
 from fddp.runtime.inputs import matched_leaves
 from fddp.runtime.results import shards_of
 from fddp.runtime.step import Step
 from fddp.sync import dynamo
+from fddp.sync.dynamo import INSTEAD_IN_A_GRAPH
 from fddp.sync.engine import Engine
 from fddp.sync.step_handle import StepHandle, start_step
 from fddp.sync.tree_step import begin_shards, begin_tree, check_fit, sync_tree
-from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
 from fddp.sync.virtual_batches import VirtualBatches
 from fddp.telemetry.step_info import SyncInfo
 from fddp.tree.pytree import TreeDef
@@ -71,6 +71,7 @@ class TreeSync:
         return VirtualBatches(self.carried_ranks, batches)
 
     @entrance
+    @untraced_beneath
     def __call__(
         self, grads: Any, *, weight: float | Sequence[float] = 1.0, with_info: bool = False
     ) -> Any:
@@ -102,14 +103,12 @@ class TreeSync:
             ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        if is_dynamo_compiling() and dynamo.fits(self._engine, self._engine.graph_label):
-            return dynamo.sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
-        return self._call(grads, weight, with_info)
-
-    @untraced(INSTEAD_IN_A_GRAPH)
-    def _call(self, grads: Any, weight: float | Sequence[float], with_info: bool) -> Any:
-        """Take a step in eager mode."""
-        return sync_tree(self._engine, Method.CALL, grads, weight, with_info=with_info)
+        engine = self._engine
+        if is_dynamo_compiling():
+            if dynamo.fits(engine, engine.graph_label):
+                return dynamo.sync_tree(engine, Method.CALL, grads, weight, with_info=with_info)
+            return dynamo.break_graph(self, grads, weight=weight, with_info=with_info)
+        return sync_tree(engine, Method.CALL, grads, weight, with_info=with_info)
 
     @entrance
     @untraced(INSTEAD_IN_A_GRAPH)

@@ -15,7 +15,7 @@ from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.errors import LossError
 from fddp.native import extension
-from fddp.native.untraced import untraced
+from fddp.native.untraced import untraced_beneath
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
 from fddp.runtime.inputs import (
@@ -37,13 +37,6 @@ from fddp.tree.pytree import TreeDef, flatten, map_leaves
 
 if TYPE_CHECKING:
     from fddp._C import LeafSet
-
-INSTEAD_IN_A_GRAPH = (
-    "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn), without a hook that "
-    "keeps state, accumulated=, virtual ranks, shards, sparse leaves, nonfinite='skip', EXHAUSTED, "
-    "or ranks that are threads; take other steps outside of the compiled function"
-)
-"""Advice in the error of torch.compile with `fullgraph=True`."""
 
 
 class Computed(NamedTuple):
@@ -109,6 +102,7 @@ class ValueAndGrad:
     _weight_fn: Callable[..., float] | None
 
     @entrance
+    @untraced_beneath
     def __call__(
         self,
         *args: Any,
@@ -117,49 +111,13 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """Take a step; see the class."""
-        if (
-            is_dynamo_compiling()
-            and accumulated is None
-            and hook_state is None
-            and not _has_exhausted(args, kwargs)
-            and dynamo.fits(self._engine, self._engine.graph_label)
-        ):
-            return self._in_graph(args, kwargs)
-        return self._step(args, kwargs, accumulated, hook_state)
-
-    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a step in the graph of dynamo."""
-        given = self._params(args, kwargs)
-        leaves, treedef = flatten(given)
-        positions = [k for k, leaf in enumerate(leaves) if dynamo.is_differentiable(leaf)]
-
-        def loss_fn(own: list[Tensor]) -> Any:
-            whole = [*leaves]
-            for position, leaf in zip(positions, own, strict=True):
-                whole[position] = leaf
-            return self._fn(*self._replaced(args, treedef.unflatten(whole)), **kwargs)
-
-        own = [leaves[position].detach() for position in positions]
-        weight = 1.0 if self._weight_fn is None else self._weight_fn(*args)
-        grads, value = torch.func.grad_and_value(loss_fn, has_aux=self._has_aux)(own)
-        whole: list[Tensor | None] = [None] * len(leaves)
-        for position, grad in zip(positions, grads, strict=True):
-            whole[position] = grad
-        tree, *info = dynamo.sync_leaves(
-            self._engine, Method.VALUE_AND_GRAD, whole, treedef, weight, with_info=self._with_info
-        )
-        return value, tree, *info
-
-    # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
-    @untraced(INSTEAD_IN_A_GRAPH)
-    def _step(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        accumulated: tuple[Any, float] | None,
-        hook_state: Any,
-    ) -> Any:
-        """Take a step in eager mode."""
+        if is_dynamo_compiling():
+            is_plain = accumulated is None and hook_state is None
+            fits = dynamo.fits(self._engine, self._engine.graph_label)
+            if fits and is_plain and not _has_exhausted(args, kwargs):
+                return self._in_graph(args, kwargs)
+            given = {"accumulated": accumulated, "hook_state": hook_state}
+            return dynamo.break_graph(self, *args, **given, **kwargs)
 
         def begin(step: Step) -> Computed:
             # Operators of the loss function raise once another rank has failed the step.
@@ -181,6 +139,25 @@ class ValueAndGrad:
         states = () if hook_state is None else (outcome.step.hook_states,)
         infos = (make_info(outcome, computed.backward_s),) if self._with_info else ()
         return value, grads, *states, *infos
+
+    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a step in the graph of dynamo."""
+        given = self._params(args, kwargs)
+        leaves, treedef = flatten(given)
+        positions = [k for k, leaf in enumerate(leaves) if dynamo.is_differentiable(leaf)]
+
+        def loss_fn(own: list[Tensor]) -> Any:
+            whole = _replaced_leaves(leaves, positions, own)
+            return self._fn(*self._replaced(args, treedef.unflatten(whole)), **kwargs)
+
+        own = [leaves[position].detach() for position in positions]
+        weight = 1.0 if self._weight_fn is None else self._weight_fn(*args)
+        grads, value = torch.func.grad_and_value(loss_fn, has_aux=self._has_aux)(own)
+        whole = _replaced_leaves([None] * len(leaves), positions, grads)
+        tree, *info = dynamo.sync_leaves(
+            self._engine, Method.VALUE_AND_GRAD, whole, treedef, weight, with_info=self._with_info
+        )
+        return value, tree, *info
 
     def _compute(
         self,

@@ -49,7 +49,7 @@ def calls_of_a_step(rank: int, world_size: int, buckets: int) -> list[tuple[str,
     return calls
 
 
-@pytest.mark.parametrize(("buckets", "most"), [(1, 70), (8, 70 + 7 * 6)])
+@pytest.mark.parametrize(("buckets", "most"), [(1, 65), (8, 65 + 7 * 4)])
 def test_a_step_takes_a_short_path(ranks: RankPool, buckets: int, most: int) -> None:
     """On one rank over gloo's group; docs/architecture.md shows the path."""
     (calls,) = ranks.run(1, calls_of_a_step, buckets)
