@@ -1,10 +1,9 @@
 #include "life_mark.h"
 
+#include "own_thread.h"
 #include "per_process.h"
 
 #include <linux/futex.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -135,10 +134,7 @@ class LifeKeeper {
 
  private:
   void run() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are handled on the caller's threads
-    pthread_setname_np(pthread_self(), "fddp-life");
+    become_own_thread("fddp-life");
     // This replaces the thread's list of the C library, for robust mutexes, which it does not use.
     syscall(SYS_set_robust_list, &head_, sizeof head_);
     std::unique_lock lock(mutex_);

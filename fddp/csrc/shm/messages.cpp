@@ -1,14 +1,12 @@
 #include "messages.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
+#include "own_thread.h"
 #include "ring.h"
 
 namespace fddp::shm {
@@ -510,10 +508,7 @@ void Messages::await_work(std::unique_lock<std::mutex>& lock) {
 
 // Main function of the progress thread.
 void Messages::progress_loop() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), "fddp-messages");
+  become_own_thread("fddp-messages");
   EventCount& event = group_->slot(group_->index()).messages;
   std::unique_lock lock(mutex_);
   while (true) {

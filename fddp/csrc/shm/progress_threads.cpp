@@ -1,9 +1,7 @@
 #include "progress_threads.h"
 
+#include "own_thread.h"
 #include "per_process.h"
-
-#include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <system_error>
@@ -16,13 +14,6 @@ constexpr auto kLongSleep = std::chrono::milliseconds(20);
 constexpr auto kShortSleep = std::chrono::milliseconds(1);
 // Time without work after which all threads but one end.
 constexpr auto kIdle = std::chrono::seconds(1);
-
-// Signals of the process are handled on the caller's threads.
-void block_signals() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
 
 }  // namespace
 
@@ -87,8 +78,7 @@ void ProgressThreads::start_thread() {
 }
 
 void ProgressThreads::run() {
-  block_signals();
-  pthread_setname_np(pthread_self(), "fddp-shm");
+  become_own_thread("fddp-shm");
   std::unique_lock lock(mutex_);
   while (groups_ > 0 && threads_ <= kMaxThreads) {
     if (queue_.empty()) {
