@@ -34,3 +34,12 @@ def wrong_seeds(run: Callable[[], torch.Tensor], expected: float) -> int:
         lag.load().seed(seed)
         count += run().sum().item() != expected
     return count
+
+
+def check_order(
+    lagging: torch.device, run: Callable[..., torch.Tensor], name: str, expected: float
+) -> None:
+    """Check that a run is right with the keyword `name`, and is seen to be wrong without it."""
+    assert wrong_seeds(lambda: run(lagging, **{name: True}), expected) == 0
+    # Most seeds on an idle machine, fewer on a busy one.
+    assert wrong_seeds(lambda: run(lagging, **{name: False}), expected) > 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import lag
 from tests.lag.rank import on_two_ranks
-from tests.lag.seeds import on_device, wrong_seeds
+from tests.lag.seeds import check_order, on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,13 +72,6 @@ def test_a_missing_order_is_seen(
     lagging: str, run: Callable[..., torch.Tensor], name: str, expected: float
 ) -> None:
     on_device(check_order, run, name, expected)
-
-
-def check_order(
-    lagging: torch.device, run: Callable[..., torch.Tensor], name: str, expected: float
-) -> None:
-    assert wrong_seeds(lambda: run(lagging, **{name: True}), expected) == 0
-    assert wrong_seeds(lambda: run(lagging, **{name: False}), expected) > 0
 
 
 def test_memory_of_a_graph_that_has_ended_serves_others_after_its_last_replay(lagging: str) -> None:
