@@ -19,6 +19,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_reduce
 from torch.func import functional_call
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -125,6 +126,12 @@ def train(rank: int, world_size: int, name: str, backend: str) -> Any:
             found, loss = compiled(found)
             losses.append(loss)
         order = sync.plan.order
+        if "with_info" in given:
+            info = sync.graph_info
+            assert info is not None
+            assert info.step == 2
+            end_s = info.timeline.backward_end_s  # when the graph finishes the step
+            assert all(bucket.launch_s < end_s for bucket in info.timeline.buckets)
         for number in range(3):
             wanted, loss = step(wanted)
             losses[number] = losses[number] - loss
@@ -197,11 +204,20 @@ def test_gradients_of_a_compiled_value_and_grad(ranks: RankPool, name: str) -> N
         assert all(equal)
 
 
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A layer whose backward pass needs what a checkpoint does not keep."""
+    return torch.sin(torch.tanh(linear(x, weight, bias)))
+
+
 def _means(
     sync: fddp.GradSync, model: torch.nn.Module, params: Params, call: str, x: Tensor
 ) -> list[Tensor]:
-    run = partial(functional_call, model, params)
-    out = checkpoint(run, (x,), use_reentrant=False) if call == "checkpoint" else run((x,))
+    if call == "checkpoint":
+        first, bias, second, bias_2 = params.values()
+        out = checkpoint(_layer, x, first, bias, use_reentrant=False)
+        out = checkpoint(_layer, out, second, bias_2, use_reentrant=False)
+    else:
+        out = functional_call(model, params, (x,))
     loss = out.square().mean()
     if call != "backward":
         own = torch.autograd.grad(loss, [*params.values()])
@@ -217,7 +233,7 @@ def by_backward(rank: int, world_size: int, call: str) -> Any:
     results = []
     for backend in ("aot_eager", None):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
         params, x = dict(model.named_parameters()), batch(rank)
         with fddp.GradSync(model, **SMALL) as sync:
             run = partial(_means, sync, model, params, call)
@@ -299,15 +315,17 @@ def test_a_graph_has_the_schedule_with_each_start_behind_its_last_input(ranks: R
 
 def with_biases(params: list[Params], x: Tensor) -> Tensor:
     for layer in params:
-        x = torch.relu(x @ layer["w"] + layer["b"])
+        x = x + torch.relu(linear(x, layer["w"], layer["b"]))
     return x.square().mean()
 
 
 def generated(rank: int, world_size: int) -> list[str]:
     """Calls in the code that Inductor generates, in order."""
     torch._dynamo.reset()
-    params, x = [{"w": torch.ones(6, 6), "b": torch.ones(6)} for _ in range(4)], batch(rank)
-    with fddp.GradSync(params, bucket_cap_mb=1.5e-4, first_bucket_mb=1.5e-4) as sync:
+    # Residual layers of a width at which Inductor, left alone, sums for several biases at once.
+    params = [{"w": torch.full((96, 96), 0.01), "b": torch.ones(96)} for _ in range(8)]
+    x = torch.ones(64, 96)
+    with fddp.GradSync(params, bucket_cap_mb=0.03, first_bucket_mb=0.03) as sync:
         step = sync.value_and_grad(with_biases)
         with torch._inductor.config.patch(force_disable_caches=True):
             _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), params, x)
@@ -321,7 +339,7 @@ def test_inductor_keeps_the_order(ranks: RankPool) -> None:
         backward = calls[calls.index("start_gradients") :]
         assert backward[-1] == "finish_step"
         starts = [k for k, name in enumerate(backward) if name == "start_gradients"]
-        assert len(starts) == 4
+        assert len(starts) == 8
         # Kernels that give biases' gradients are not fused: each layer goes on before the next one.
         assert all(b - a > 1 for a, b in pairwise(starts)), backward
 
@@ -492,6 +510,27 @@ def test_mistakes_of_one_rank_are_raised_on_all(ranks: RankPool) -> None:
     assert "is closed" in first["closed"]
 
 
+def unused_on_all(rank: int, world_size: int) -> Any:
+    torch._dynamo.reset()
+    grads: Params = {"a": torch.ones(2), "b": torch.ones(3, 4).mT if rank == 0 else None}
+    with fddp.GradSync({"a": torch.ones(2), "b": torch.ones(3, 4).mT}) as sync:
+        step = torch.compile(
+            lambda grads: sync(grads, weight=float(rank), with_info=True),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        mean, _ = step(grads)
+        assert sync.graph_info is not None
+        return sync.graph_info.unused, mean["b"]
+
+
+def test_a_leaf_without_weight_is_unused(ranks: RankPool) -> None:
+    (unused, zeros), (other, missing) = ranks.run(RANKS, unused_on_all)
+    assert unused == other == ("b",)
+    assert torch.equal(zeros, torch.zeros(4, 3))
+    assert missing is None
+
+
 UNFIT: dict[str, dict[str, Any]] = {
     "virtual ranks": {"virtual_ranks": 4},
     "shards": {"algorithm": "reduce_scatter"},
@@ -523,3 +562,16 @@ def test_other_steps_break_the_graph(ranks: RankPool) -> None:
     for texts in ranks.run(RANKS, broken):
         for text in texts:
             assert "take other steps outside of the compiled function" in text
+
+
+def in_a_loopback(group: Any) -> None:
+    torch._dynamo.reset()
+    params = {"w": torch.ones(2)}
+    with fddp.GradSync(params, group=group) as sync:
+        step = torch.compile(lambda p: sync(p), backend="aot_eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="ranks that are threads"):
+            step(params)
+
+
+def test_steps_of_threads_break_the_graph() -> None:
+    fddp.loopback(1, in_a_loopback)

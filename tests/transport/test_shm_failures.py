@@ -201,9 +201,11 @@ def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool, hosts: Hosts
 # Stopped processes
 
 
-def stopped_on_rank(rank: int, world_size: int, stopped_s: float) -> tuple[Ended | None, str]:
+def stopped_on_rank(
+    rank: int, world_size: int, stopped_s: float, timeout_s: float
+) -> tuple[Ended | None, str]:
     """Rank 1 is stopped for some seconds, as by a debugger or a busy host."""
-    transport = open_transport(timeout_s=2.0)
+    transport = open_transport(timeout_s=timeout_s)
     transport.exchange(b"all are there")
     if rank == 1:
         waker = os.fork()
@@ -225,7 +227,7 @@ def stopped_on_rank(rank: int, world_size: int, stopped_s: float) -> tuple[Ended
 
 
 def test_a_rank_that_is_stopped_for_long_is_late() -> None:
-    outcomes = run_fresh(3, stopped_on_rank, 3.5)
+    outcomes = run_fresh(3, stopped_on_rank, 3.5, 2.0)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, outcome.error
         seen, text = outcome.result
@@ -236,7 +238,7 @@ def test_a_rank_that_is_stopped_for_long_is_late() -> None:
 
 
 def test_a_rank_stopped_for_a_moment_continues() -> None:
-    for outcome in run_fresh(3, stopped_on_rank, 0.9):
+    for outcome in run_fresh(3, stopped_on_rank, 0.9, PROMPT_S):
         assert outcome.error is None, outcome.error
         assert outcome.result[0] is None
 
