@@ -6,7 +6,7 @@ reports a bug in fddp. Errors that concern the whole group are raised on every r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 #: also names of `fddp`
@@ -100,6 +100,8 @@ class NonFiniteError(FddpError, ArithmeticError):
         overflowed: the same counts by path for leaves whose sum over ranks is not finite; empty if
             a rank has non-finite local gradients. If results differ by rank, the largest counts of
             any rank.
+        leaves: paths of all these leaves. Under `report="next"`, those whose mean is not finite;
+            the other attributes but `step` are then empty.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class NonFiniteError(FddpError, ArithmeticError):
         step: int = -1,
         counts: Mapping[int, Mapping[str, tuple[int, int]]] = MappingProxyType({}),
         overflowed: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        leaves: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.step = step
@@ -116,6 +119,8 @@ class NonFiniteError(FddpError, ArithmeticError):
         self.ranks = tuple(self.counts)
         self.paths = {rank: tuple(own) for rank, own in self.counts.items()}
         self.overflowed = dict(overflowed)
+        found = (*self.counts.values(), self.overflowed)
+        self.leaves = tuple(leaves) or tuple(dict.fromkeys(path for own in found for path in own))
 
 
 class PeerError(FddpError):

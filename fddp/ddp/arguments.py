@@ -26,7 +26,6 @@ from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.agreement import ReportTime
 from fddp.runtime.nonfinite import Policy
-from fddp.sync.request import check_report
 from fddp.transport import LoopbackGroup, TransportName, default_group
 
 STATIC_FINDS_UNUSED = (
@@ -224,7 +223,6 @@ def check_report_time(arguments: Arguments) -> None:
     report = arguments.report
     if report not in get_args(ReportTime):
         raise ValueError(choice_text("report", report, get_args(ReportTime)))
-    check_report(report, hook=None, nonfinite=arguments.nonfinite)
     for name in ("find_unused_parameters", "skip_all_reduce_unused_params"):
         if report == "next" and getattr(arguments, name):
             raise ValueError(

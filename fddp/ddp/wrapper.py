@@ -129,7 +129,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             of torch's class. "propagate" writes the results to `.grad`. "skip" leaves the step out
             on all ranks: it sets every synchronised `.grad` to None, so that optimizers skip it,
             and `skipped` to True. "raise" raises `NonFiniteError` on every rank, with the names of
-            ranks and parameters.
+            ranks and parameters. With `report="next"` as for `GradSync`: "skip" sets them to zero.
         report: as for `GradSync`. Not an argument of torch's class. With "next", the report of a
             step is read in the next forward pass outside of `no_sync`, or by `check`, and every
             step uses all parameters on all ranks.
@@ -711,8 +711,15 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
     @property
     def skipped(self) -> bool:
-        """True if all ranks left out the last step, under `nonfinite="skip"`."""
-        return self._steps.is_open and self._steps.skipped
+        """True if all ranks left out the last step, under `nonfinite="skip"`. With `report="next"`,
+        reading it waits for the device."""
+        found = self.found_inf if self._options.arguments.nonfinite == "skip" else None
+        return self._steps.is_open and (self._steps.skipped or bool(found))
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """Flag of non-finite results of the last step, for optimizers. As `GradSync.found_inf`."""
+        return self._steps.engine.found_inf if self._steps.is_open else None
 
     def keep_sync_info(self) -> None:
         """Measure every step from now on, at the cost of `with_info=True`; see `sync_info`.

@@ -20,6 +20,7 @@ sources are not read if the scale is zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -30,6 +31,7 @@ from fddp.native import extension
 from fddp.native.layout import UNMEASURED
 from fddp.native.layout import Layout as Layout
 from fddp.native.layout import Stats as Stats
+from fddp.native.torch_private import foreach_norm
 
 _COMPILED = frozenset({"cpu"})  # types of the devices with compiled kernels
 
@@ -189,6 +191,43 @@ def read_stats(measurements: Sequence[Tensor]) -> Stats:
         totals[each.device] = each + totals[each.device] if each.device in totals else each
     numbers = [total.tolist() for total in totals.values()]
     return Stats(sum(n[0] for n in numbers), not any(n[1] for n in numbers))
+
+
+def flag_nonfinite(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Flag tensors that hold NaN or infinity, without waiting for a device.
+
+    Args:
+        tensors: at least one, dense, of any shapes, dtypes and devices.
+        device: device of the flags; not the CPU if a tensor is on another device.
+
+    Returns:
+        Flags of shape `(n,)`, float32, 1.0 for NaN or infinity and else 0.0. And their order: for
+        each flag the number of its tensor.
+
+    Example:
+        >>> import torch
+        >>> nan = torch.tensor(float("nan"))
+        >>> flag_nonfinite([torch.ones(2), nan.double(), nan], torch.device("cpu"))
+        (tensor([0., 1., 1.]), [0, 2, 1])
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    flags = [_flags([tensors[n] for n in numbers]) for numbers in alike.values()]
+    order = [number for numbers in alike.values() for number in numbers]
+    return torch.cat([each.to(device, non_blocking=True) for each in flags]), order
+
+
+def _flags(alike: Sequence[Tensor]) -> Tensor:
+    """`flag_nonfinite` of tensors of one device and dtype, in their order."""
+    if alike[0].device.type in _COMPILED:
+        return torch.tensor(
+            [float(not scale_(each.contiguous().view(-1)).finite) for each in alike]
+        )
+    # An empty tensor has no largest magnitude.
+    filled = [_real(each) if each.numel() else each.new_zeros(1) for each in alike]
+    largest = torch.stack(foreach_norm(filled, math.inf))
+    return largest.isfinite().logical_not().float()
 
 
 def measures_late(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Private names of torch: autograd, transforms and dynamo.
+"""Private names of torch: autograd, transforms, dynamo and multi-tensor operators.
 
 Each private name that the package uses is in one of the files `torch_private.py`, with its reason.
 `docs/dependencies.md` has the versions of torch that they were tried on.
@@ -30,6 +30,7 @@ __all__ = [
     "enable_single_level_autograd_function",
     "eval_frame",
     "extract_stack",
+    "foreach_norm",
     "is_functional_tensor",
     "is_functorch_wrapped_tensor",
     "is_gradtrackingtensor",
@@ -66,6 +67,9 @@ eval_frame = torch._C._dynamo.eval_frame
 current_graph_task_id = torch._C._current_graph_task_id
 will_engine_execute_node = torch._C._will_engine_execute_node
 queue_callback = Variable._execution_engine.queue_callback
+
+# Norms of many tensors in few launches.
+foreach_norm = torch._foreach_norm
 
 # The user's line in errors of compiled functions.
 extract_stack = TracingContext.extract_stack

@@ -11,7 +11,8 @@ no such step fails on this rank (`_unfit_error`), in place of a repair or anothe
 reads the report later, always before the next collective of the same transport, so that all ranks
 exchange their errors at the same place. A rank that fails waits there in the step itself. Its next
 call raises the error again, as that of every other rank does: else its loop would be one step
-ahead. A step within another one, whose collectives follow, reads its report at once.
+ahead. A step within another one, whose collectives follow, reads its report at once. What devices
+find in results is in [Note: flags of results].
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fddp.runtime.failures import (
     locate,
     peer_error,
 )
-from fddp.runtime.nonfinite import StopStepError
+from fddp.runtime.nonfinite import StopStepError, deferred_error
 from fddp.runtime.step import CAPTURED, Outcome, Step
 
 if TYPE_CHECKING:
@@ -84,14 +85,21 @@ def finish(step: Step) -> Outcome:
             executor.run(Phase.FREE)
             gives_views = executor.gives_views
             if program.defers_report and step.failure is not None:
+                if step.flags is not None:
+                    step.flags.abstain(step.flag_device)
                 executor.settle()  # raises
             if gives_views:
                 step.take_views()
-            step.take_regular_report()
+            if step.flags is not None:
+                step.flags.check_memory(step.result_memory, step.flag_device)
+            if step.flags is None or not step.flags.are_read_later:
+                step.take_regular_report()
             report = step.report
             if not gives_views or (report is not None and 0 in report.users):
                 used = [True] * len(program.plan.reduced) if report is None else report.used
                 step.results.complete(used, step.contributions.local(program))
+            if step.flags is not None:
+                step.flags.check_leaves(step.leaves, step.flag_device)
             if step.check is not None:
                 step.check.check_results(step.transport, step.number)
         except StopStepError:
@@ -121,9 +129,9 @@ def settle(step: Step) -> ControlReport:
 
     Raises:
         PeerError, DesyncError, RankLostError, SyncTimeoutError: as `finish`, of that step.
+        NonFiniteError: a result is not finite, under the policy "raise".
     """
-    if step.life.name == "failed":
-        failed = {rank: text for rank, text in enumerate(step.failures) if text}
+    if failed := {rank: text for rank, text in enumerate(step.failures) if text}:
         raise peer_error(step.number, failed, returned=True)
     try:
         step.executor.settle()
@@ -131,6 +139,10 @@ def settle(step: Step) -> ControlReport:
         _locate(step, error)
         raise
     step.take_regular_report()
+    if step.flags is not None and (paths := step.flags.found_paths()):
+        if step.life.name == "unread":  # else raised before, in the step itself
+            step.note("reported failure")
+        raise deferred_error(step.number, paths)
     step.note("reported regular")
     assert step.report is not None
     return step.report

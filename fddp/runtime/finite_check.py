@@ -60,6 +60,11 @@ class FiniteCheck:
         # The same on all ranks:
         self._may_have_overflowed = False
 
+    @property
+    def names_leaves(self) -> bool:
+        """True if errors name the leaves of gradients."""
+        return self._policy == "raise"
+
     def packed(
         self,
         bucket: BucketProgram,
@@ -157,15 +162,7 @@ class FiniteCheck:
 
     def _vote(self, finite: bool, transport: Transport, step: int) -> bool:
         votes = torch.tensor([not finite], dtype=torch.float64, device=transport.control_device)
-        entry = self._recorder.launched("vote on results", step, votes.nbytes)
-        try:
-            work = transport.all_reduce(votes, wait_soon=True)
-            entry.note_wait()
-            work.wait(f"the vote on results of step {step}")
-        except (RankLostError, SyncTimeoutError) as error:
-            error.step = step  # it is of no bucket
-            raise
-        entry.note_done()
+        sum_votes(votes, transport, self._recorder, step)
         return not votes.item()
 
     def error(
@@ -206,6 +203,19 @@ class FiniteCheck:
         if self._hook is not None and self._hook.raw:
             return "own"
         return "sharded" if self._program.schedule.result == "sharded_mean" else "replicated"
+
+
+def sum_votes(votes: Tensor, transport: Transport, recorder: Recorder, step: int) -> None:
+    """Replace votes on the results of a step by their sums over ranks."""
+    entry = recorder.launched("vote on results", step, votes.nbytes)
+    try:
+        work = transport.all_reduce(votes, wait_soon=True)
+        entry.note_wait()
+        work.wait(f"the vote on results of step {step}")
+    except (RankLostError, SyncTimeoutError) as error:
+        error.step = step  # it is of no bucket
+        raise
+    entry.note_done()
 
 
 def _in_states(states: Sequence[Any]) -> dict[str, Count]:

@@ -168,6 +168,31 @@ got any gradients, and the group can go on: leave this batch out, or ask for non
     return NonFiniteError(text, step=step, counts=counts, overflowed=overflowed)
 
 
+def deferred_error(step: int, paths: Sequence[str]) -> NonFiniteError:
+    """Return the error of a step under the policy "raise" whose report was read later; the same on
+    every rank.
+
+    Args:
+        step: number of the step.
+        paths: leaves whose results are not finite, at least one.
+
+    Example:
+        >>> print(deferred_error(7, ["b", "w"]))
+        step 7: results have NaN or infinity in leaf 'b', leaf 'w'. They come from a gradient of \
+any rank, or from the sum over ranks; report='now' names ranks and counts. report='next' has \
+returned these results before: go back to parameters and state from before the step, unless the \
+optimizer left it out by found_inf; the group is in step and can go on
+    """
+    text = (
+        f"step {step}: results have NaN or infinity in {_first([*map(leaf_text, paths)])}. They "
+        f"come from a gradient of any rank, or from the sum over ranks; report='now' names ranks "
+        f"and counts. report='next' has returned these results before: go back to parameters and "
+        f"state from before the step, unless the optimizer left it out by found_inf; the group is "
+        f"in step and can go on"
+    )
+    return NonFiniteError(text, step=step, leaves=paths)
+
+
 def _joined(found_by_rank: Sequence[NonFiniteCounts], result_kind: ResultKind) -> dict[str, Count]:
     """Counts of the results: of any rank, the sum over shards, or the largest of own results."""
     joined: dict[str, Count] = {}
@@ -184,7 +209,10 @@ def _by_rank(counts: Mapping[int, Mapping[str, Count]]) -> str:
 
 
 def _listed(found: Mapping[str, Count]) -> str:
-    listed = [f"{count} in {leaf_text(path)}" for path, count in found.items()]
+    return _first([f"{count} in {leaf_text(path)}" for path, count in found.items()])
+
+
+def _first(listed: Sequence[str]) -> str:
     rest = len(listed) - _MOST_WRITTEN
     return ", ".join(listed[:_MOST_WRITTEN]) + (f" and more in {rest} others" if rest > 0 else "")
 

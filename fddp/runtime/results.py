@@ -51,6 +51,8 @@ class Results:
         measure: bool,
     ) -> None:
         self.leaves = leaves
+        # Memory of reduced results, of which they are slices, for checks that overwrite it.
+        self.memory: list[Tensor] = []
         self._program = program
         self._measure = self.checks = measure
         self._devices = devices
@@ -91,6 +93,7 @@ class Results:
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
         """Set the result of a sparse bucket."""
         self.leaves[leaf] = gathered
+        self.memory.append(gathered._values())
         if self.checks:
             self._late.append(measure([gathered._values()]))
 
@@ -115,6 +118,7 @@ class Results:
             if after != 1.0 or checked:
                 stats = scale_(buffer[: layout.numel], after, stats=checked)
             results = slices(buffer, layout)
+            self.memory.append(buffer[: layout.numel])
         else:
             results = self._own_slices(("cast", bucket), layout, dtype, buffer.device)
             stats = unpack_(results, layout, buffer, after, stats=checked)
@@ -138,6 +142,7 @@ class Results:
         memory = self._pool.acquire(key, layout.numel, dtype, device, allocate=new_memory)
         results = slices(memory, layout)  # in use before the memory is released
         self._pool.release(key, memory)
+        self.memory.append(memory)
         return results
 
     def _read(self) -> Stats:

@@ -36,6 +36,7 @@ from fddp.errors import FddpError, error_text
 from fddp.native import extension
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Stats
+from fddp.native.pack import measures_late
 from fddp.runtime.compiled import CompiledProgram, RegularWord
 from fddp.runtime.contributions import (
     NOTHING,
@@ -47,6 +48,7 @@ from fddp.runtime.contributions import (
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
 from fddp.runtime.nonfinite import Policy
+from fddp.runtime.result_flags import ResultFlags
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.sums import Sums
 from fddp.runtime.virtual_sums import VirtualSums
@@ -113,8 +115,10 @@ class Step:
     report: ControlReport | None = None
     # True once buffers were allocated and sources passed to the executor.
     is_prepared: bool = False
-    # Non-finite numbers of the step; None if they are propagated.
+    # Non-finite numbers of the step; None if they are propagated, or its report is read later.
     check: FiniteCheck | None = None
+    # Those of its results, if its report is read later; None if they are propagated.
+    flags: ResultFlags | None = None
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class Step:
         self.collectives = code.collectives
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
-        self.number, self.record_time, self.nonfinite = number, record_time, nonfinite
+        self.number, self.record_time = number, record_time
         self.idle, self.has_next, self.is_captured = idle, has_next, is_captured
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
         self.hook_states = hook_states
@@ -155,7 +159,9 @@ class Step:
         self.scale = program.scale
         if program.defers_report:  # every rank has weight 1
             self.after = program.scale.after(program.scale.ranks)
-        if nonfinite != "propagate":
+        if nonfinite != "propagate" and program.defers_report:
+            self.flags = ResultFlags(nonfinite, program, transport, recorder, number)
+        elif nonfinite != "propagate":
             hook = None if code.hook is None else code.hook.hook
             self.check = FiniteCheck(nonfinite, program, self.results, hook, recorder)
         # Runs the list of the program, also from threads of backward. It refers to the step weakly,
@@ -320,7 +326,7 @@ class Step:
     def keeps_sources(self) -> bool:
         """True if packed gradients may be asked for, to name those that are not finite. With
         virtual ranks, their sums are named instead."""
-        return self.nonfinite == "raise" and self.earlier is None
+        return self.check is not None and self.check.names_leaves and self.earlier is None
 
     @property
     def arrived(self) -> int:
@@ -418,6 +424,20 @@ class Step:
         """Take slices of the buffers as the results."""
         self.leaves = self.executor.results()
 
+    @property
+    def flag_device(self) -> torch.device:
+        """Device of the first bucket that is not on the CPU, if there is one; the same bucket on
+        all ranks."""
+        devices = [self.devices[bucket.device] for bucket in self.program.buckets]
+        return next(filter(measures_late, devices), _CPU)
+
+    @property
+    def result_memory(self) -> list[Tensor]:
+        """Memory of the reduced results, of which they are slices, without other data."""
+        if self.executor.gives_views:
+            return [self.memory(bucket.index)[: bucket.numel] for bucket in self.program.buckets]
+        return self.results.memory
+
     def take_regular_report(self) -> None:
         """Take the report of regular words, if it was read without a call."""
         if self.report is None and self.regular is not None and self.executor.has_report:
@@ -449,6 +469,7 @@ class Step:
         self.executor.release()
         self.contributions.release()
         self.leaves, self.begin_result = [], None
+        self.__dict__.pop("results", None)
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""

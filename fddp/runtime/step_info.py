@@ -29,7 +29,8 @@ def make_info(
     assert report is not None
     program, transport = step.program, step.transport
     end_s = time.perf_counter()
-    stats = outcome.stats or Stats(math.nan, False)
+    skipped = outcome.skipped or (step.flags is not None and step.flags.has_skipped)
+    stats = Stats(math.nan, False) if skipped else outcome.stats or Stats(math.nan, False)
     begun_s = min(begun_s, step.opened_s, backward_s[0])
     flags = list(zip(program.plan.reduced, report.used, strict=True))
     return SyncInfo(
@@ -54,7 +55,7 @@ def make_info(
             hooks=tuple(step.sums.spans) if isinstance(step.sums, HookSums) else (),
         ),
         trace=_trace(step),
-        skipped=outcome.skipped,
+        skipped=skipped,
         held_bytes=step.pool.held_bytes(),
     )
 

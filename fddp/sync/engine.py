@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fddp.core.check import check_schedule
 from fddp.core.plan.defaults import timeout_error
@@ -123,6 +124,9 @@ class Engine:
         # The last step, if the next call raises its errors: only under `report="next"`, where its
         # report has not been read, or this rank failed.
         self._unread: Step | None = None
+        # Flag of non-finite results of the last step. None if its report was read at once, or they
+        # are propagated.
+        self.found_inf: Tensor | None = None
         # True while backward of a step runs, in which no other step may begin.
         self.in_backward = False
         # Arrivals of the last backward pass, by which the next one is expected to be like it.
@@ -405,6 +409,8 @@ class Engine:
                 self.hook_states = tuple(step.hook_states)
             if self._collected is not None:
                 self._collected.append(step)
+            if step.flags is not None:
+                self.found_inf = step.flags.found_inf
             if outcome.report is not None:
                 self._take_report(step.program, outcome.report)
             self.finished = self.step
@@ -547,6 +553,9 @@ class Engine:
         elif any(bucket.sparse for bucket in self.program.plan.buckets):
             problem = "sparse gradients, whose sizes the host reads, can't be captured in a graph"
             advice = "make them dense"
+        elif self.terms.nonfinite == "raise":
+            problem = "nonfinite='raise', whose errors the host reads, can't be captured in a graph"
+            advice = "ask for nonfinite='skip', and read found_inf between replays"
         else:
             return None
         return TransformError(f"{problem}; {advice}")
@@ -600,7 +609,7 @@ class Engine:
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
-        check_report(self.terms.report, hook=hook, nonfinite=self.terms.nonfinite)
+        check_report(self.terms.report, hook=hook)
         schedule = self.schedule_of(self.schedule.plan, hook)
         self.graph_label = _new_label()
         self.setup = self._made(schedule, hook, self.program.control.with_order)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
@@ -72,12 +73,14 @@ class GradSync(TreeSync):
             "propagate" returns the results. "skip" skips the step on all ranks: each leaf of the
             result is None, `SyncInfo.skipped` is True, and states of hooks and, under `reduce_`,
             the caller's tensors are unchanged. "raise" raises a `NonFiniteError` with ranks and
-            leaves on every rank. Local leaves are not checked.
+            leaves on every rank. Local leaves are not checked. With `report="next"` no step waits
+            for a decision: "skip" makes every leaf zero in place of None, also in the tensors of
+            `reduce_`; "raise" raises the error as others are, with leaves alone; see `found_inf`.
         report: "now", or "next" to return results before the report of all ranks is read, so that
             no step waits for other hosts. The report is read before the next step, by `check`, and
             by `close`, which raise its errors; up to one step's results are used before. Every rank
             has to contribute all leaves with weight 1: anything else is an error, and there are no
-            repairs. Not with a hook, or with another `nonfinite`.
+            repairs. Not with a hook.
 
     Attributes:
         title: name of the class, which ranks compare at construction; subclasses have their own.
@@ -353,6 +356,31 @@ class GradSync(TreeSync):
         """
         self._engine.finish_in_flight()
         self._engine.check()
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """Flag of non-finite results of the last step, under `report="next"` and a `nonfinite`
+        other than "propagate"; otherwise None.
+
+        Shape (), float32, on the device of the results: 1.0 if a result of any rank is NaN or
+        infinite, else 0.0. The same on all ranks. Fused optimizers of torch take it, and leave out
+        the update without a wait of the host.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     w = torch.ones(2, requires_grad=True)
+            ...     optimizer = torch.optim.Adam([w], fused=True)
+            ...     options = {"report": "next", "nonfinite": "skip"}
+            ...     with fddp.GradSync({"w": w}, group=group, **options) as sync:
+            ...         w.grad = sync({"w": torch.tensor([1.0, float("nan")])})["w"]
+            ...         optimizer.found_inf = sync.found_inf
+            ...         optimizer.step()
+            ...     return w.grad.tolist(), w.tolist()
+            >>> fddp.loopback(1, train)
+            [([0.0, 0.0], [1.0, 1.0])]
+        """
+        return self._engine.found_inf
 
     @entrance
     def close(self) -> None:

@@ -136,7 +136,7 @@ class Request:
         )
         if is_deterministic and self.hook is not None:
             raise ValueError(deterministic_hook_error(self.hook))
-        check_report(self.report, hook=self.hook, nonfinite=self.nonfinite)
+        check_report(self.report, hook=self.hook)
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
@@ -243,16 +243,9 @@ class Request:
         return topology
 
 
-def check_report(report: ReportTime, *, hook: Hook[Any] | None, nonfinite: Policy) -> None:
-    """Raise a ValueError if an option needs the report before results are used."""
-    if report == "now":
-        return
-    if nonfinite != "propagate":
-        raise ValueError(
-            f"nonfinite={nonfinite!r} decides on results by the report of all ranks, which "
-            f"report='next' reads after they are used; leave out one of the two"
-        )
-    if hook is not None:
+def check_report(report: ReportTime, *, hook: Hook[Any] | None) -> None:
+    """Raise a ValueError if a hook needs the report before results are used."""
+    if report == "next" and hook is not None:
         raise ValueError(
             f"{hook.name} may fail on one rank, which the report has to say before results are "
             f"used; leave out the hook, or report='next'"

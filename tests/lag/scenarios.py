@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests import lag
 from tests.lag import captures as c
 from tests.lag import functional as f
+from tests.lag import nonfinite as n
 from tests.lag import sparse_gradients as s
 from tests.lag import streams as t
 from tests.lag import wrapper as w
@@ -111,6 +112,11 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         c.captured_on_one_rank,
         c.refused,
         c.refused_module,
+        n.skipped_later,
+        n.raised_later,
+        n.decided_for_two_devices,
+        n.flagged,
+        n.wrapped_skips_later,
     )
 }
 

@@ -71,9 +71,15 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
     own = Rank(rank, group, group, device)
     params, x = own.put(mlp()), own.put(batch(rank, 0))
 
-    def count(name: str, call: Callable[[], Any], before: int = 2) -> None:
+    def count(
+        name: str,
+        call: Callable[[], Any],
+        before: int = 2,
+        ready: Callable[[], Any] = lambda: None,
+    ) -> None:
         for _ in range(before):
             call()
+        ready()
         waits.take_waits()
         call()
         found[name] = waits.take_waits()
@@ -90,6 +96,20 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
         count("sync", partial(sync, grads))
     with fddp.GradSync(params, group=group, algorithm="reduce_scatter", **SMALL) as sync:
         count("shards", lambda: sync.all_gather(sync.reduce_scatter(grads)))
+    later: dict[str, Any] = {"group": group, "report": "next", **SMALL}
+    for policy in ("skip", "raise"):
+        with fddp.GradSync(params, nonfinite=policy, **later) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            count(f"{policy} later", partial(step, params, x), ready=sync.check)
+            sync.check()
+            found[f"{policy} later, check"] = waits.take_waits()
+        with fddp.GradSync(params, nonfinite=policy, algorithm="reduce_scatter", **later) as sync:
+            count(f"{policy} later, shards", partial(sync.reduce_scatter, grads), ready=sync.check)
+    net = fddp.DistributedDataParallel(
+        module(device), process_group=group, report="next", nonfinite="skip"
+    )
+    y = batch(rank, 0).to(device)
+    count("wrapper, skip later", lambda: net(y).sum().backward(), before=11)
     count("pmean", lambda: fddp.pmean(grads, group))
     net = fddp.DistributedDataParallel(module(device), process_group=group)
     x = batch(rank, 0).to(device)
@@ -103,6 +123,7 @@ def test_the_host_waits_for_the_device_only_for_norms_and_times(lagging: str) ->
     for found in itertools.chain(*on_two_ranks(waits_on_rank, *backends)):
         to_read = {"copy to the host", "synchronize of an event"}  # norms, and when sums ended
         assert {*found.pop("value_and_grad, with_info")} <= to_read
+        assert found.pop("raise later, check") == ["synchronize of an event"]
         assert not any(found.values()), found
 
 

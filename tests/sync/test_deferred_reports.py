@@ -105,10 +105,13 @@ def test_info_is_that_of_its_step() -> None:
     assert fddp.loopback(RANKS, take) == [(1, 2, 2.0)] * RANKS
 
 
-def test_no_gradient_is_kept_for_a_report() -> None:
+@pytest.mark.parametrize("is_wide", [False, True])  # results are views of buckets, or casts
+def test_no_gradient_is_kept_for_a_report(is_wide: bool) -> None:
+    source = schedule(False, reduce_dtype="float32" if is_wide else None)
+
     def take(group: Any) -> list[bool]:
         alive = []
-        with fddp.GradSync(schedule(False), group=group, report="next") as sync:
+        with fddp.GradSync(source, group=group, report="next") as sync:
             for step in range(2):
                 own = grads(group.rank, step)
                 found = sync(own) if step else sync.value_and_grad(loss)(PARAMS, 1.0)[1]
@@ -298,19 +301,17 @@ def test_tuning_fails_in_the_same_call_on_all_ranks() -> None:
     assert second == ["ArithmeticError", "no error", "no error"]
 
 
-# What needs the report before results are used
+# Options that need the report before results are used
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"nonfinite": "skip"}, "nonfinite='skip' decides on results"),
-        ({"nonfinite": "raise"}, "nonfinite='raise' decides on results"),
         ({"hook": fddp.hooks.fp16_compress}, "leave out the hook, or report='next'"),
         ({"report": "later"}, "report must be one of now, next, got 'later'"),
     ],
 )
-def test_options_that_decide_on_results_are_refused(options: dict[str, Any], text: str) -> None:
+def test_options_that_need_the_report_are_refused(options: dict[str, Any], text: str) -> None:
     def refuse(group: Any) -> Ending:
         given = {"report": "next", **options}
         return ending(lambda: fddp.GradSync(PARAMS, group=group, **given))
