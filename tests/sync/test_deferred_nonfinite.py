@@ -42,6 +42,7 @@ SPOILED: dict[str, dict[int, dict[str, float]]] = {
     "nothing": {},
     "NaN": {1: {"w": NAN}},
     "opposite infinities": {0: {"b": INF}, 1: {"b": -INF}},
+    "an infinity": {0: {"half": INF}},
     "two leaves": {0: {"half": INF}, 1: {"w": NAN}},
     "large numbers": {0: {"b": 3e38}, 1: {"b": 3e38}},  # whose sum overflows, and mean does not
 }
@@ -155,6 +156,18 @@ def test_the_flag_is_a_value_of_its_step() -> None:
     assert fddp.loopback(RANKS, take) == [[None, 1.0, 0.0]] * RANKS
 
 
+def test_local_gradients_may_share_memory() -> None:
+    def take(group: Any) -> list[list[float]]:
+        options: Any = {"select": lambda path: path == "w", "nonfinite": "skip", **LATER}
+        params = {"w": torch.zeros(2), "b": torch.zeros(3)}
+        with fddp.GradSync(params, group=group, **options) as sync:
+            step = sync.value_and_grad(lambda p: p["w"].sum() * NAN + p["b"].sum())
+            _, found = step(params)
+            return [found["w"].tolist(), found["b"].tolist()]
+
+    assert fddp.loopback(RANKS, take) == [[[0.0] * 2, [0.0] * 3]] * RANKS
+
+
 def test_the_flag_outlives_the_inference_mode_of_the_caller() -> None:
     def take(group: Any) -> bool:
         with fddp.GradSync(PARAMS, group=group, nonfinite="skip", **LATER) as sync:
@@ -170,7 +183,7 @@ def test_an_all_gather_keeps_the_flag_of_the_gradients() -> None:
         options: Any = {"algorithm": "reduce_scatter", "nonfinite": "skip", **LATER}
         params = {"w": torch.tensor([INF, 1.0])}  # parameters may be infinite
         with fddp.GradSync(params, group=group, **options) as sync:
-            sync.reduce_scatter({"w": torch.tensor([1.0, NAN])})
+            sync.reduce_scatter({"w": torch.tensor([NAN, NAN])})  # in the shards of both ranks
             whole = sync.all_gather(sync.shard(params))
             return sync.found_inf.item(), torch.equal(whole["w"], params["w"])  # type: ignore[union-attr]
 
@@ -180,7 +193,7 @@ def test_an_all_gather_keeps_the_flag_of_the_gradients() -> None:
 def informed(group: Any, report: Any) -> list[Any]:
     seen: list[Any] = []
     with fddp.GradSync(PARAMS, group=group, nonfinite="skip", report=report, **CAPS) as sync:
-        for number, spoiled in enumerate(["nothing", "two leaves", "nothing"]):
+        for number, spoiled in enumerate(["nothing", "an infinity", "nothing"]):
             _, info = sync(grads(group.rank, number, spoiled), with_info=True)
             seen.append((info.skipped, info.all_finite, str(info.grad_norm)))
     return seen
