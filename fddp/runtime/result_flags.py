@@ -59,7 +59,6 @@ class ResultFlags:
         """True if the host reads the flags with the report, even if that is there before."""
         return self._policy == "raise"
 
-    @torch.no_grad()
     def check_memory(self, memory: Sequence[Tensor], device: torch.device) -> None:
         """Under "skip", write zeros to the memory of this rank's results if a result of any rank is
         not finite. Before shards are joined, which copies them.
@@ -68,35 +67,29 @@ class ResultFlags:
             memory: memory of the results of all reduced leaves.
             device: device of the flags; not the CPU if results are on another.
         """
-        if self._policy != "skip":
-            return
-        with torch.inference_mode(False):
+        if self._policy == "skip":
             flags, _ = flag_nonfinite(memory, device)
             mask = self._note(flags.amax(0, keepdim=True)).bool()
             for each in memory:
                 _zero_(each, mask)
 
-    @torch.no_grad()
-    def check_leaves(self, leaves: list[Tensor | None], device: torch.device) -> None:
+    def check_leaves(self, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         """Under "raise", flag the leaves, and start to copy the flags to the host. Under "skip",
-        replace local leaves by zeros in the same steps as the others. `device` as above."""
+        write zeros to local leaves in the same steps as to the others. `device` as above."""
         plan = self._program.plan
-        with torch.inference_mode(False):
-            if self._policy == "skip":
-                assert self.found_inf is not None
-                for i in plan.local:
-                    if (own := leaves[i]) is not None:
-                        leaves[i] = copy = own.clone()
-                        _zero_(_values(copy), self.found_inf.bool())
-                return
-            reduced = [leaf for i in plan.reduced if (leaf := leaves[i]) is not None]
-            flags, order = flag_nonfinite([_values(leaf) for leaf in reduced], device)
-            self._order = [plan.reduced[number] for number in order]
-            self._note(flags)
-            self._of_leaves = flags.to("cpu", non_blocking=True)
-            if measures_late(device):
-                self._copied = torch.Event(device)
-                self._copied.record(torch.accelerator.current_stream(device))
+        if self._policy == "skip":
+            assert self.found_inf is not None
+            for local in [leaf for i in plan.local if (leaf := leaves[i]) is not None]:
+                _zero_(_values(local), self.found_inf.bool())
+            return
+        reduced = [leaf for i in plan.reduced if (leaf := leaves[i]) is not None]
+        flags, order = flag_nonfinite([_values(leaf) for leaf in reduced], device)
+        self._order = [plan.reduced[number] for number in order]
+        self._note(flags)
+        self._of_leaves = flags.to("cpu", non_blocking=True)
+        if measures_late(device):
+            self._copied = torch.Event(device)
+            self._copied.record(torch.accelerator.current_stream(device))
 
     def abstain(self, device: torch.device) -> None:
         """Take part in the sum over ranks without results, on a rank that has failed."""
