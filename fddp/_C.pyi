@@ -261,6 +261,10 @@ class GradientCounter:
     def disarm(self) -> None:
         """Stop counting and release the callback."""
 
+    def note_home(self) -> None:
+        """Make the current streams those of a step that begins later, within backward. No effect
+        while a step runs."""
+
     def on_home_streams(self, body: Callable[[], object]) -> None:
         """Call `body` on the streams of the step, for which the current ones then wait."""
 

@@ -69,14 +69,18 @@ class ForwardPasses:
         steps, logger, is_grad_enabled = self._steps.open(), ddp.logger, torch.is_grad_enabled()
         logger.begin_forward()
         syncs = is_grad_enabled and steps.settings.is_on
+        if (
+            syncs
+            and steps.engine.is_captured
+            and (error := steps.engine.capture_error()) is not None
+        ):
+            with steps.engine.beside_capture():
+                self.report(ddp, error)
         steps.settle()
         if not ddp._lazy_init_ran:
             ddp._lazy_init()
         if syncs:
             logger.count_forward()
-            if steps.engine.is_captured and (error := steps.engine.capture_error()) is not None:
-                with steps.engine.beside_capture():
-                    self.report(ddp, error)
         if is_grad_enabled:
             ddp._raise_pending()
         if syncs:

@@ -350,6 +350,8 @@ class Steps:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
         if self.work and current_graph_task_id() < 0:
             self.wait_for_work()
+        if self.engine.setup.code.accelerators:
+            self.parameters.hooks.note_home()
         awaits_step = self._life.expects
         self.note("forward began")
         self.passes.begin_forward(keep=awaits_step)
@@ -421,7 +423,8 @@ class Steps:
         with self.lock:
             if self._takes_pass():
                 self._context = context
-                self.note("grad arrived" if context is None else "context grad arrived")
+                event: Event = "grad arrived" if context is None else "context grad arrived"
+                self.parameters.hooks.on_home_streams(partial(self.note, event))
 
     def _takes_pass(self) -> bool:
         """Return True if backward passes take a step. Otherwise, note one of a virtual rank."""
@@ -476,7 +479,7 @@ class Steps:
                 raise
 
     def _note_on_streams(self, event: Event) -> None:
-        """Note an event on the streams on which the step was armed."""
+        """Note an event on the streams of the step."""
         if self.step is None:
             self.note(event)
         else:

@@ -555,7 +555,10 @@ class Engine:
             advice = "make them dense"
         elif self.terms.nonfinite == "raise":
             problem = "nonfinite='raise', whose errors the host reads, can't be captured in a graph"
-            advice = "ask for nonfinite='skip', and read found_inf between replays"
+            advice = (
+                "ask for nonfinite='skip', and read found_inf between replays. Results of the step "
+                "before were not examined, unless check() was called before the capture"
+            )
         else:
             return None
         return TransformError(f"{problem}; {advice}")
@@ -564,8 +567,11 @@ class Engine:
     def beside_capture(self) -> Iterator[None]:
         """Keep a step that fails out of a capture, on a stream of its own: ranks that capture
         nothing wait for it. Its zeros are no memory of the pool, as it has no leaf that names the
-        number of a device, so that it awaits no stream that is captured."""
+        number of a device, so that it awaits no stream that is captured. The host can't read what
+        the device found in results of the step before."""
         with ExitStack() as stack:
+            if self._unread is not None:
+                self._unread.flags = None
             while self.is_captured:  # also by a stream that torch lends a second time
                 device = torch.accelerator.current_accelerator()
                 stack.enter_context(torch.Stream(device))

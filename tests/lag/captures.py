@@ -108,6 +108,27 @@ def captured_in_other_ways(rank: Rank) -> None:
             check_replays(rank, sync, lambda x, step=step: step(params, x)[1], x)  # type: ignore[misc]
 
 
+def captured_skips(rank: Rank) -> None:
+    """Zeros and a flag for a NaN of one rank, in replays with and without one."""
+    grads = rank.put(mlp())
+    own: dict[str, Any] = {"group": rank.group, "report": "next", "nonfinite": "skip", **SMALL}
+    with fddp.GradSync(grads, **own) as sync:
+        sync(grads)
+        with capture(rank) as graph:
+            results = sync(grads)
+        flag = sync.found_inf
+        assert flag is not None
+        sync.check()
+        for is_bad in (True, False, True):
+            spoiled = is_bad and rank.number == 1
+            grads["layer1"]["bias"].fill_(float("nan") if spoiled else 1.0)
+            graph.replay()
+            again = sync(grads)
+            check_equal(on_host([results, flag]), on_host([again, sync.found_inf]))
+            assert flag.item() == is_bad
+            assert (results["layer1"]["weight"].count_nonzero() == 0).item() == is_bad
+
+
 def captured_shards(rank: Rank) -> None:
     """A reduce-scatter and an all-gather in one graph."""
     params, x = rank.put(mlp(layers=2)), rank.put(batch(rank.number, 0))
@@ -231,6 +252,13 @@ def check_refused(rank: Rank) -> None:
         informed = sync.value_and_grad(mlp_loss, with_info=True)
         check(attempt(lambda: informed(params, x)), "TransformError", "with_info=True")
         check(ending(sync.check), "PeerError", "with_info=True")
+    own: dict[str, Any] = {"group": rank.group, "report": "next", "nonfinite": "raise", **SMALL}
+    with fddp.GradSync(params, **own) as sync:
+        sync(grads)
+        for _ in range(2):
+            check(attempt(lambda: sync(grads)), "TransformError", "nonfinite='raise'")
+            check(ending(sync.check), "PeerError", "nonfinite='raise'")
+            check_equal(on_host(sync(grads)), on_host(grads))
 
 
 def refused_module(rank: Rank) -> None:

@@ -222,6 +222,30 @@ def wrapped_within_a_stream(rank: Rank) -> None:
         rank.check(gradients(net), doubled)
 
 
+def trained_within_a_stream(rank: Rank) -> None:
+    """Iterations with an optimizer, without a wait of the host, on another stream than that on
+    which the module was wrapped."""
+    for report in ("now", "next"):
+        side = torch.Stream(device=rank.device)
+        found = []
+        for device in (rank.device, torch.device("cpu")):
+            net = module(device)
+            ddp = fddp.DistributedDataParallel(
+                net, process_group=rank.group, bucket_cap_mb=CAP, report=report
+            )
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                for number in range(5):
+                    optimizer.zero_grad()
+                    mean_square(ddp, batch(rank.number, number).to(device)).backward()
+                    optimizer.step()
+            torch.accelerator.current_stream().wait_stream(side)
+            ddp.check()
+            found.append(dict(net.named_parameters()))
+        rank.check(*found)
+
+
 def backward_within_a_stream(rank: Rank) -> None:
     """Backward passes, and reads of gradients, on another stream than forward passes. A hook has
     the last operation of the step take long."""

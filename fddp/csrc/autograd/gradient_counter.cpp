@@ -109,7 +109,6 @@ void GradientCounter::disarm() {
   std::vector<EagerSlot> eager;
   const std::lock_guard<std::mutex> lock(mutex_);
   armed_ = false;
-  home_.clear();
   eager.swap(eager_);
   listener.swap(listener_);
 }
@@ -284,8 +283,13 @@ void GradientCounter::note_stream(int64_t bucket, const at::Tensor& leaf) {
   for (const at::Tensor& part : parts) guard.recordDataPtrOnStream(part.storage().data_ptr(), *home);
 }
 
+void GradientCounter::note_home() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!armed_) note_home_streams();
+}
+
 void GradientCounter::on_home_streams(const py::object& body) {
-  const std::vector<c10::Stream> home = home_;  // which `body` clears if it disarms
+  const std::vector<c10::Stream> home = home_;  // `body` may begin another step
   {
     const c10::MultiStreamGuard guard(home);
     body();
@@ -330,6 +334,7 @@ void bind_gradient_counter(py::module_& m) {
       .def_property_readonly("leaves", &GradientCounter::leaves)
       .def("arm", &GradientCounter::arm, py::arg("members"), py::arg("expected"), py::arg("eager"), py::arg("on_bucket"))
       .def("disarm", &GradientCounter::disarm)
+      .def("note_home", &GradientCounter::note_home)
       .def("on_home_streams", &GradientCounter::on_home_streams, py::arg("body"))
       .def("take", &GradientCounter::take, py::arg("bucket"), py::arg("keep"))
       .def("pack",

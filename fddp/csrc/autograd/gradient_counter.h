@@ -65,8 +65,11 @@ class GradientCounter {
   // Stop counting and release the listener, which would otherwise close a reference cycle.
   virtual void disarm();
 
-  // Call `body` on the home streams, and make the caller's streams wait for them. There are none
-  // unless `arm` was called since `disarm`.
+  // Make the current streams the home of a step that begins later, within backward. No effect while a
+  // step runs.
+  void note_home();
+
+  // Call `body` on the home streams, and make the caller's streams wait for them.
   void on_home_streams(const pybind11::object& body);
 
   // Return the gradients of one bucket. With `keep`, the leaves continue to accumulate into them.
@@ -136,8 +139,10 @@ class GradientCounter {
   // unpacks on the stream that was current when it began, its home: that of a device's memory for
   // buckets and results. It waits there for the streams that computed a bucket's gradients. These
   // gradients are memory of the other streams, and must not be reused before home has read them. A
-  // step that began within backward began on the stream of a parameter, which may be another than
-  // the one that backward was called on: it ends on home, too, and that one waits for home.
+  // step that begins within backward does so on the stream of a parameter, the one on which its hook
+  // was made, which would give memory that is freed without regard to the streams of the loop. Its
+  // home are the streams that were current in the forward pass. Backward may be called on yet
+  // another one: the step ends on home, too, and that one waits for home.
   void note_home_streams();
   void note_stream(int64_t bucket, const at::Tensor& leaf);
   static void wait_for(const std::vector<c10::Stream>& streams);
