@@ -29,13 +29,14 @@ from benchmarks.bounds import Figure, at_most
 from benchmarks.measure import Ratio, Series, added_ratio, difference, measure
 from benchmarks.models import WORKLOADS, Workload, stack
 from benchmarks.scripts import numbers_table, options, publish
+from benchmarks.simulator_accuracy import profile
 from benchmarks.slow_link import run_ranks
 from fddp.cli.launch import launch
 
 MODELS: Mapping[str, Workload] = {
     "wide": stack("8 layers of 768 x 768, 512 rows", layers=8, width=768, rows=512),
     "mlp": WORKLOADS["mlp"],
-    "small": WORKLOADS["small"],
+    "small": stack("60 layers of 48 x 48, 16 rows", layers=60, width=48, rows=16),
     "transformer": WORKLOADS["transformer"],
 }
 SHARED_MEMORY = "shared memory"
@@ -52,11 +53,13 @@ Step = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """Steps of one model over one link, by contestant."""
+    """Steps of one model over one link, by contestant. And the time beyond the local step that is
+    simulated for the plan of the graph, from measured costs of the link and eager ready times."""
 
     link: str
     model: str
     steps: dict[str, Series]
+    simulated_s: float
 
     def added(self, name: str) -> Series:
         """Time beyond the local step."""
@@ -94,15 +97,42 @@ def run_rank(link: str, rounds: int, models: Sequence[str]) -> list[Case]:
                 for _ in range(3):  # graphs are compiled, and plans rebuilt
                     step()
             found = measure(steps, rounds, 3, lambda: None)
-        cases.append(Case(link, name, found))
+        simulated_s = _simulated_s(MODELS[name], _transport(link == SHARED_MEMORY))
+        cases.append(Case(link, name, found, simulated_s))
     return cases
+
+
+def _transport(in_memory: bool) -> Any:
+    return "auto" if in_memory else "c10d"
+
+
+def _simulated_s(about: Workload, transport: Any) -> float:
+    """Seconds that communication takes beyond backward."""
+    cost = fddp.CostModel.fit(fddp.measure_cost(transport=transport))
+    params, loss_fn = _function(about.build())
+    one = fddp.GradSync(params, transport=transport, bucket_cap_mb=1e6, first_bucket_mb=1e6)
+    ready_s, _ = profile(one, params, loss_fn, about.batch(dist.get_rank()))
+    plan = fddp.plan_buckets(params, bucket_cap_mb=_CAP_MB, first_bucket_mb=_CAP_MB)
+    schedule = fddp.make_schedule(plan, fddp.Topology(world=dist.get_world_size()))
+    return fddp.simulate(schedule, cost, ready_s).step_s - max(ready_s)
+
+
+def _function(module: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    """Parameters of a module, and its loss as a function of them and a batch."""
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        loss: Tensor = torch.func.functional_call(module, params, (x,))
+        return loss
+
+    return params, loss_fn
 
 
 def contestants(about: Workload, in_memory: bool, opened: ExitStack) -> dict[str, Step]:
     """Steps by name; a collective call. What they hold open is closed with `opened`."""
     module, x = about.build(), about.batch(dist.get_rank())
-    params, loss_fn, _ = about.to_function(module)
-    transport: Any = "auto" if in_memory else "c10d"
+    params, loss_fn = _function(module)
+    transport = _transport(in_memory)
     compiled = partial(torch.compile, fullgraph=True)
 
     def updated(grads: Any) -> Any:
@@ -182,28 +212,30 @@ def figures(cases: Sequence[Case]) -> list[Figure]:
 
 def _table(link: str, cases: Sequence[Case]) -> Table:
     table = numbers_table(
-        f"{link}, 2 ranks: ms of a step, and ms beyond the local one",
-        [heading for case in cases for heading in (case.model, "added")],
+        f"{link}, 2 ranks: ms of the local step, and ms that others take beyond it",
+        [case.model for case in cases],
         caption="medians of rounds (lowest-highest)",
     )
     for name in cases[0].steps:
         row = []
         for case in cases:
-            own = case.added(name).rounds_s
-            text = Ratio(1e3 * case.added(name).median_s, 1e3 * min(own), 1e3 * max(own)).text(1)
-            row += [f"{1e3 * case.steps[name].median_s:.1f}", "" if name == LOCAL else text]
+            series = case.steps[name] if name == LOCAL else case.added(name)
+            low_s, high_s = min(series.rounds_s), max(series.rounds_s)
+            row.append(Ratio(1e3 * series.median_s, 1e3 * low_s, 1e3 * high_s).text(1))
         table.add_row(name, *row)
+    table.add_row("simulated", *[f"{1e3 * case.simulated_s:.1f}" for case in cases])
     return table
 
 
 def _values(case: Case) -> dict[str, Any]:
     rounds_s = {name: series.rounds_s for name, series in case.steps.items()}
-    return {"link": case.link, "model": case.model, "rounds_s": rounds_s}
+    own = {"link": case.link, "model": case.model, "simulated_s": case.simulated_s}
+    return {**own, "rounds_s": rounds_s}
 
 
 def _case(values: dict[str, Any]) -> Case:
     steps = {name: Series(tuple(rounds)) for name, rounds in values["rounds_s"].items()}
-    return Case(values["link"], values["model"], steps)
+    return Case(values["link"], values["model"], steps, values["simulated_s"])
 
 
 def _rank(link: str, rounds: str, path: str, *models: str) -> None:

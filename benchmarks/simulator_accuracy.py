@@ -93,9 +93,9 @@ def _cases(workload: Workload, cost: fddp.CostModel, stages: Stages) -> list[Cas
         plan_leaves(base.leaves, order=base.order, caps_bytes=[max(1, layers * layer_bytes)])
         for layers in _LAYERS_IN_BUCKET
     ]
-    ready_s, _ = _profile(fddp.GradSync(plans[-1], transport="c10d"), params, loss_fn, batch)
+    ready_s, _ = profile(fddp.GradSync(plans[-1], transport="c10d"), params, loss_fn, batch)
     (alone_s,) = fddp.loopback(
-        1, lambda group: _profile(fddp.GradSync(plans[-1], group=group), params, loss_fn, batch)[1]
+        1, lambda group: profile(fddp.GradSync(plans[-1], group=group), params, loss_fn, batch)[1]
     )
     steps = {}
     with ExitStack() as open_syncs:
@@ -123,7 +123,7 @@ def _step(
     return lambda: step(params, batch)
 
 
-def _profile(
+def profile(
     sync: fddp.GradSync, params: Any, loss_fn: Callable[[Any, Tensor], Tensor], batch: Tensor
 ) -> tuple[list[float], float]:
     """Ready times by leaf, from the start of a step, and the time from the last one to its end.

@@ -2,9 +2,10 @@
 backward hides.
 
 In three forms a `GradSync` calls the loss function: as it is, compiled as one graph, and with each
-layer compiled by itself. Backward of one graph gives all its gradients at its end, so that buckets
-leave between graphs, not within one. In the fourth form the whole step is one graph, with
-`fddp.pmean` in it.
+layer compiled by itself. Backward of a compiled function gives all its gradients at its end, so
+that buckets leave between graphs, not within one. In the last two forms the whole step is one
+graph, with operators that start each bucket where its gradients are computed: the step of a
+`GradSync`, and `fddp.pmean`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _SIZE = Size()
 
 
 def example(backend: str = "inductor", size: Size = _SIZE) -> Report:
-    """Takes a step in four forms, compares gradients, and shows when buckets leave."""
+    """Takes a step in five forms, compares gradients, and shows when buckets leave."""
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     params = fddp.broadcast(init_params(size, seed=rank))
@@ -102,32 +103,34 @@ def loss_fn(params: Params, x: Tensor, y: Tensor, layer: Callable[..., Tensor] =
 def make_forms(
     params: Params, x: Tensor, y: Tensor, backend: str, opened: ExitStack
 ) -> dict[str, Step]:
-    """The four forms by name; a collective call. What they hold open is closed with `opened`."""
+    """The five forms by name; a collective call. What they hold open is closed with `opened`."""
     cap_mb = params[0]["w"].nbytes / 2**20  # about a bucket for each layer
     everyone = opened.enter_context(fddp.Communicator(bucket_cap_mb=cap_mb))
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True)
 
-    def synced(loss: Callable[..., Tensor]) -> Step:
+    def synced(loss: Callable[..., Tensor], *, is_compiled: bool = False) -> Step:
         sync = fddp.GradSync(params, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb)
-        step = opened.enter_context(sync).value_and_grad(loss, with_info=True)
+        own = opened.enter_context(sync).value_and_grad(loss, with_info=True)
+        step = compiled(own) if is_compiled else own
 
         def take() -> tuple[Params, fddp.SyncInfo | None]:
             _, grads, info = step(params, x, y)
-            return grads, info
+            return grads, sync.graph_info if is_compiled else info
 
         return take
 
-    def step(params: Params, x: Tensor, y: Tensor) -> Params:
+    def by_operator(params: Params, x: Tensor, y: Tensor) -> Params:
         return fddp.pmean(torch.func.grad(loss_fn)(params, x, y), everyone)
 
-    one_layer, whole_step = compiled(layer), compiled(step)
+    one_layer, with_pmean = compiled(layer), compiled(by_operator)
     return {
         "eager": synced(loss_fn),
         "one graph": synced(compiled(loss_fn)),
         "layer by layer": synced(lambda p, x, y: loss_fn(p, x, y, one_layer)),
-        "the whole step": lambda: (whole_step(params, x, y), None),
+        "the whole step": synced(loss_fn, is_compiled=True),
+        "with pmean": lambda: (with_pmean(params, x, y), None),
     }
 
 

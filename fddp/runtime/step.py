@@ -471,6 +471,10 @@ class Step:
         self.leaves, self.begin_result = [], None
         self.__dict__.pop("results", None)
 
+    def leave_flags_unread(self) -> None:
+        """Let the report say nothing of non-finite results, which the host can't read now."""
+        self.flags = None
+
     def wait(self, handle: Any, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""
         self.collectives.adopt(handle).wait(what)

@@ -571,7 +571,7 @@ class Engine:
         the device found in results of the step before."""
         with ExitStack() as stack:
             if self._unread is not None:
-                self._unread.flags = None
+                self._unread.leave_flags_unread()
             while self.is_captured:  # also by a stream that torch lends a second time
                 device = torch.accelerator.current_accelerator()
                 stack.enter_context(torch.Stream(device))

@@ -52,7 +52,7 @@ def test_a_released_wrapper_keeps_no_descriptor(rank: int, world_size: int) -> N
             time.sleep(0.02)
             lowest = min(lowest, open_file_count())
         counts.append(lowest)
-    assert counts[-1] == counts[1], counts
+    assert counts[-1] <= counts[1], counts
 
 
 def usages(**slopes: float) -> list[Usage]:

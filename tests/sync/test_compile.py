@@ -154,9 +154,10 @@ def test_the_example(ranks: RankPool) -> None:
             "one graph",
             "layer by layer",
             "the whole step",
+            "with pmean",
         ]
-        assert rows.count("  buckets") == 3
-        assert len(checks) == 4
+        assert rows.count("  buckets") == 4
+        assert len(checks) == 5
 
 
 @pytest.mark.nightly

@@ -118,7 +118,6 @@ void Executor::leave_to_python() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   packs_leaves_ = false;
   counter_.reset();
-  regular_.reset();
 }
 
 void Executor::release() {
