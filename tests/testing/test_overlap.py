@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fddp
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.testing import assert_overlap
+from tests.support.polling import PROMPT_S
 
 BACKWARD = {"backward_start_s": 10.0, "backward_end_s": 11.0}
 # By bucket: ready, launched and done; then the times of the leaves "a", "b" and "c", whose buckets
@@ -68,3 +72,38 @@ def check(group: Any) -> None:
 
 def test_the_error_names_bucket_and_reason() -> None:
     fddp.loopback(1, check)
+
+
+def overlapping(group: Any, arrived: list[threading.Event], cap_mb: float) -> None:
+    """Rank 0 sends its first bucket half a second before rank 1 does, and is within backward until
+    rank 1 has sent it, too, whatever the clock says."""
+    params = {"below": torch.ones(8, 8), "above": torch.ones(8, 8)}
+
+    def loss_fn(params: Any, passed: threading.Event) -> Tensor:
+        def wait(_: Tensor) -> None:
+            if group.rank == 1:
+                passed.set()
+            assert passed.wait(PROMPT_S)
+
+        y = torch.ones(2, 8) @ params["below"]
+        y.register_hook(wait)
+        return (y @ params["above"]).sum()
+
+    options = {"bucket_cap_mb": cap_mb, "first_bucket_mb": cap_mb}
+    with fddp.GradSync(params, group=group, **options) as sync:
+        step = sync.value_and_grad(loss_fn, with_info=True)
+        for passed in arrived:  # in the first step the plan is made
+            if group.rank == 1:
+                time.sleep(0.5)
+            info = step(params, passed)[2]
+        if group.rank == 0:
+            assert_overlap(sync, info, 0.5)
+
+
+def test_communication_with_a_late_rank_overlaps() -> None:
+    fddp.loopback(2, overlapping, [threading.Event(), threading.Event()], 1e-4)
+
+
+def test_a_single_bucket_does_not_overlap() -> None:
+    with pytest.raises(AssertionError, match="its last gradient, of 'below', came at"):
+        fddp.loopback(2, overlapping, [threading.Event(), threading.Event()], 1.0)
