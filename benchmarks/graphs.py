@@ -14,24 +14,29 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo as dynamo
+import torch._inductor as inductor
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from rich.table import Table
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import fddp
+from benchmarks import simulator_accuracy
 from benchmarks.bounds import Figure, at_most
 from benchmarks.measure import Ratio, Series, added_ratio, difference, measure
 from benchmarks.models import WORKLOADS, Workload, stack
 from benchmarks.scripts import numbers_table, options, publish
-from benchmarks.simulator_accuracy import profile
 from benchmarks.slow_link import run_ranks
 from fddp.cli.launch import launch
+from fddp.core.text import size_text
 
 MODELS: Mapping[str, Workload] = {
     "wide": stack("8 layers of 768 x 768, 512 rows", layers=8, width=768, rows=512),
@@ -45,6 +50,7 @@ LINKS = {"4 Gbit/s": ("4gbit", "512kb"), "1 Gbit/s": ("1gbit", "128kb")}
 LOCAL, GRAPH, PMEAN = "local", "GradSync, one graph", "pmean, one graph"
 EAGER, COMPILED_LOSS = "GradSync, eager", "GradSync, compiled loss"
 DDP_EAGER, DDP_COMPILED = "DDP, eager", "DDP, compiled"
+DDP_IN_PYTHON = "DDP, compiled, reducer in Python"
 FUNCTIONAL = "torch's all_reduce, one graph"
 _CAP_MB = 2.25  # of the wide model, a bucket for each layer
 _RATE = 0.01
@@ -54,12 +60,14 @@ Step = Callable[[], object]
 
 class Case(NamedTuple):
     """Steps of one model over one link, by contestant. And the time beyond the local step that is
-    simulated for the plan of the graph, from measured costs of the link and eager ready times."""
+    simulated for the plan of the graph, from measured costs of the link and eager ready times, and
+    the peak of the tensors' bytes in a step of rank 0."""
 
     link: str
     model: str
     steps: dict[str, Series]
     simulated_s: float
+    peak: dict[str, int]
 
     def added(self, name: str) -> Series:
         """Time beyond the local step."""
@@ -90,15 +98,16 @@ def run_rank(link: str, rounds: int, models: Sequence[str]) -> list[Case]:
     torch.set_num_threads(1)
     cases = []
     for name in models:
-        torch._dynamo.reset()
+        dynamo.reset()
         with ExitStack() as opened:
             steps = contestants(MODELS[name], link == SHARED_MEMORY, opened)
             for step in steps.values():
                 for _ in range(3):  # graphs are compiled, and plans rebuilt
                     step()
             found = measure(steps, rounds, 3, lambda: None)
+            peak = {name: peak_bytes(step) for name, step in steps.items()}
         simulated_s = _simulated_s(MODELS[name], _transport(link == SHARED_MEMORY))
-        cases.append(Case(link, name, found, simulated_s))
+        cases.append(Case(link, name, found, simulated_s, peak))
     return cases
 
 
@@ -111,7 +120,7 @@ def _simulated_s(about: Workload, transport: Any) -> float:
     cost = fddp.CostModel.fit(fddp.measure_cost(transport=transport))
     params, loss_fn = _function(about.build())
     one = fddp.GradSync(params, transport=transport, bucket_cap_mb=1e6, first_bucket_mb=1e6)
-    ready_s, _ = profile(one, params, loss_fn, about.batch(dist.get_rank()))
+    ready_s, _ = simulator_accuracy.profile(one, params, loss_fn, about.batch(dist.get_rank()))
     plan = fddp.plan_buckets(params, bucket_cap_mb=_CAP_MB, first_bucket_mb=_CAP_MB)
     schedule = fddp.make_schedule(plan, fddp.Topology(world=dist.get_world_size()))
     return fddp.simulate(schedule, cost, ready_s).step_s - max(ready_s)
@@ -181,6 +190,13 @@ def contestants(about: Workload, in_memory: bool, opened: ExitStack) -> dict[str
         )
         run = torch.compile(ddp) if name == DDP_COMPILED else ddp
         found[name] = partial(_step_of_module, run, ddp, x)
+    # Read when the module is made, when it is compiled and when backward runs.
+    in_python = dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True)
+    in_buckets = inductor.config.patch(_fuse_ddp_communication=True, _fuse_ddp_bucket_size=_CAP_MB)
+    with in_python:
+        ddp = DistributedDataParallel(about.build(), bucket_cap_mb=_CAP_MB)
+    run = partial(_step_of_module, torch.compile(ddp), ddp, x)
+    found[DDP_IN_PYTHON] = in_buckets(in_python(run))
     return found
 
 
@@ -191,6 +207,20 @@ def _step_of_module(run: Callable[..., Tensor], ddp: torch.nn.Module, x: Tensor)
         params: list[Tensor] = [*ddp.parameters()]
         # In place of the update, which would change what is computed.
         torch._foreach_add(params, [p.grad for p in params if p.grad is not None], alpha=-_RATE)
+
+
+def peak_bytes(step: Step) -> int:
+    """Peak of the bytes that tensors of the CPU have beyond those before the step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    sizes: list[int] = [event["args"]["Bytes"] for event in changes]
+    return max(accumulate(sizes, initial=0))
 
 
 def figures(cases: Sequence[Case]) -> list[Figure]:
@@ -205,6 +235,9 @@ def figures(cases: Sequence[Case]) -> list[Figure]:
 
         if case.link == SHARED_MEMORY:
             found.append(beside(PMEAN, 1.1))
+            ratio = case.peak[GRAPH] / case.peak[EAGER]
+            peak = Ratio(ratio, ratio, ratio)
+            found.append(at_most(1.0, f"peak bytes of {GRAPH} / {EAGER}", where, peak))
         else:
             found += [beside(DDP_COMPILED, 0.9), beside(EAGER, 1.05)]
     return found
@@ -224,18 +257,19 @@ def _table(link: str, cases: Sequence[Case]) -> Table:
             row.append(Ratio(1e3 * series.median_s, 1e3 * low_s, 1e3 * high_s).text(1))
         table.add_row(name, *row)
     table.add_row("simulated", *[f"{1e3 * case.simulated_s:.1f}" for case in cases])
+    for name in (EAGER, GRAPH):
+        table.add_row(f"peak of {name}", *[size_text(case.peak[name]) for case in cases])
     return table
 
 
 def _values(case: Case) -> dict[str, Any]:
     rounds_s = {name: series.rounds_s for name, series in case.steps.items()}
-    own = {"link": case.link, "model": case.model, "simulated_s": case.simulated_s}
-    return {**own, "rounds_s": rounds_s}
+    return {**case._asdict(), "steps": rounds_s}
 
 
 def _case(values: dict[str, Any]) -> Case:
-    steps = {name: Series(tuple(rounds)) for name, rounds in values["rounds_s"].items()}
-    return Case(values["link"], values["model"], steps, values["simulated_s"])
+    steps = {name: Series(tuple(rounds)) for name, rounds in values["steps"].items()}
+    return Case(**{**values, "steps": steps})
 
 
 def _rank(link: str, rounds: str, path: str, *models: str) -> None:

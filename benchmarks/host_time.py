@@ -45,7 +45,7 @@ _VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}
 _MODES = {"default": {}, "view": _VIEW, "view, static": {**_VIEW, "static_graph": True}}
 
 #: options of fddp's contestants, each with the end of their names
-_OURS: dict[str, dict[str, Any]] = {"": {}}
+_OURS: dict[str, dict[str, Any]] = {"": {}, ", report next": {"report": "next"}}
 _VALUE_AND_GRAD, _WRAPPER = "value_and_grad", "fddp.DDP"
 
 

@@ -259,6 +259,18 @@ def check_refused(rank: Rank) -> None:
             check(attempt(lambda: sync(grads)), "TransformError", "nonfinite='raise'")
             check(ending(sync.check), "PeerError", "nonfinite='raise'")
             check_equal(on_host(sync(grads)), on_host(grads))
+    table, index = rank.put(torch.ones(10, 3).double()), rank.put(torch.tensor([1, 4]))
+    with fddp.GradSync({"table": table}, sparse=["table"], group=rank.group, report="next") as sync:
+        of_rows = sync.value_and_grad(rows_loss)
+        of_rows({"table": table}, index)
+        found = attempt(lambda: of_rows({"table": table}, index))
+        check(found, "TransformError", "make them dense")
+        check(ending(sync.check), "PeerError", "make them dense")
+
+
+def rows_loss(params: dict[str, Tensor], index: Tensor) -> Tensor:
+    rows = nn.functional.embedding(index, params["table"], sparse=True)
+    return rows.square().sum()
 
 
 def refused_module(rank: Rank) -> None:
@@ -293,6 +305,18 @@ def check_refused_module(rank: Rank) -> None:
         assert "pass report='next'" in found.text, found
         found = attempt(ddp, captures=rank.number == 0)
         assert found.kinds[0] == ("TransformError", "PeerError")[rank.number], found
+        iterate(ddp)
+        check_equal(on_host(gradients(net)), before)
+        net.zero_grad()
+    # A forward pass that was not captured.
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for _ in range(2):
+        loss = mean_square(ddp, x)
+        with capture(rank):
+            found = ending(loss.backward)
+        assert found.kinds[0] == "TransformError", found
+        assert "pass report='next'" in found.text, found
+        net.zero_grad()
         iterate(ddp)
         check_equal(on_host(gradients(net)), before)
         net.zero_grad()

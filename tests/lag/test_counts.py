@@ -152,4 +152,4 @@ def host_time_on_rank(rank: int, world_size: int) -> list[host_time.Case]:
 def test_the_time_of_the_host_is_measured(lagging: str) -> None:
     for cases in on_two_ranks(host_time_on_rank):
         assert [case.leaves for case in cases] == [1, 3]
-        assert len(host_time.figures(cases)) == 6
+        assert len(host_time.figures(cases)) == 12
