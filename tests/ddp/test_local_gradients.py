@@ -256,6 +256,12 @@ def output_that_is_a_parameter(ddp: Any) -> None:
     out.sum().backward()
 
 
+def gradient_before_an_output_that_is_a_parameter(ddp: Any) -> None:
+    """No node of the forward pass shows beforehand that the pass reaches an output."""
+    ddp.module.method = lambda x: ddp.module.last.weight
+    (ddp(batch()).sum() + ddp.module.first.weight.sum()).backward()
+
+
 def another_wrapper_of_the_module(ddp: Any) -> None:
     step(DDP(ddp.module, process_group=ddp.process_group, local_gradients="raise"))
 
@@ -281,6 +287,7 @@ MEANT = [
     failed_pass,
     hooks_removed,
     output_that_is_a_parameter,
+    gradient_before_an_output_that_is_a_parameter,
     another_wrapper_of_the_module,
     frozen,
 ]

@@ -75,8 +75,9 @@ def sparse_taken(rank: Rank) -> None:
         large @ large @ large
         parts = {"indices": grad._indices() * 1, "values": grad._values() * 1}
         del grad
-        for _ in range(4):
-            torch.full((1, 3), 7, device=rank.device)  # of the size of the indices
+        with side:  # whose free memory it would be
+            for _ in range(4):
+                torch.full((3, 3), 7.0, device=rank.device, dtype=torch.float64)
         rank.check(
             parts, {"indices": index.cpu()[None], "values": torch.full((3, 3), 2.0).double()}
         )

@@ -113,6 +113,25 @@ def test_a_sparse_leaf_that_no_rank_used_is_none() -> None:
         assert torch.equal(grads["w"], 2 * embedding_params()["w"])
 
 
+def test_without_dense_leaves_the_control_word_waits_for_all_gradients() -> None:
+    params = {name: torch.ones(10, 3) for name in "abc"}
+
+    def loss_fn(params: dict[str, Tensor], index: Tensor) -> Tensor:
+        rows = [torch.nn.functional.embedding(index, p, sparse=True) for p in params.values()]
+        return torch.stack(rows).sum()
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(params, group=group, sparse=list(params)) as sync:
+            step = sync.value_and_grad(loss_fn)
+            return [step(params, torch.tensor([group.rank]))[1] for _ in range(2)]
+
+    expected = torch.zeros(10, 3)
+    expected[:2] = 0.5
+    for steps in fddp.loopback(2, run):
+        for grads in steps:
+            assert all(torch.equal(leaf.to_dense(), expected) for leaf in grads.values())
+
+
 def test_sparse_gradients_in_reduce_dtype() -> None:
     def grads_of(rank: int) -> dict[str, Tensor]:
         dense = rand(4, 2, seed=rank, dtype=torch.bfloat16)
