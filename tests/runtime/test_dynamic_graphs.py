@@ -126,6 +126,24 @@ def test_a_late_gradient_is_repaired_then_expected() -> None:
     assert not repairs[2], "from then on both are waited for"
 
 
+def test_a_late_gradient_in_a_step_that_is_usual_otherwise() -> None:
+    """Every leaf is used, and nothing is measured: only the late gradient makes the control word
+    differ from the regular one."""
+    order = [(i, "plain") for i in range(1, LEAVES - 1)]
+    branch = Branch([*order, (5, "reentrant"), (0, "reentrant"), (5, "reentrant")])
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
+            step = sync.value_and_grad(branch_loss)
+            x = batch(group.rank, 0, width=WIDTH)
+            return [step(branch_params(), x, branch)[1] for _ in range(2)]
+
+    inputs = [(batch(rank, 0, width=WIDTH), branch) for rank in range(2)]
+    expected = mean_gradients(branch_loss, branch_params(), inputs, [1.0, 1.0])
+    for steps in fddp.loopback(2, run):
+        assert all(largest_difference(grads, expected) < 1e-12 for grads in steps)
+
+
 @pytest.mark.parametrize("used", [LEAVES - 1, LEAVES])
 def test_first_bucket_is_launched_before_the_last_gradient_exists(used: int) -> None:
     """An unused head does not stop the overlap."""
