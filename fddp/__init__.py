@@ -3,6 +3,7 @@
 Training
     GradSync                                 average gradients over ranks; `value_and_grad`, `tune`
     uneven, EXHAUSTED                        loops over inputs of unequal length
+    stop_on_signal                           a signal of one rank stops all at the same step
     VirtualSampler, virtual_rng              samples and random numbers of virtual ranks
     functionalize                            a module as a pure function of its parameters
     tree_map                                 map a function over the tensors of a tree
@@ -81,6 +82,7 @@ from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
 from fddp.sync.measure import measure_cost
 from fddp.sync.rounds import EXHAUSTED
+from fddp.sync.stopping import stop_on_signal
 from fddp.sync.transform import as_transform
 from fddp.sync.uneven_inputs import uneven
 from fddp.sync.virtual_random import virtual_rng
@@ -132,7 +134,8 @@ __all__ = [
     "broadcast_from", "check_replicas", "check_schedule", "dump_flights", "empty_shared", "errors",
     "flight", "functionalize", "hooks", "loopback", "make_schedule", "measure_cost",
     "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
-    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
+    "reduce_scatter", "simulate", "stop_on_signal", "sync_on_backward", "tree_map", "uneven",
+    "virtual_rng",
 ]  # fmt: skip
 
 registration.register()

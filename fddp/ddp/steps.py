@@ -81,6 +81,7 @@ from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
 from fddp.runtime.step import Outcome, Step
 from fddp.sync.engine import Engine
+from fddp.sync.stopping import Stopping
 from fddp.transport import LoopbackGroup
 
 _ABORT_S = 0.05
@@ -143,6 +144,7 @@ class Steps:
         self.is_stopped = False  # gradients are left alone
         self.has_changed = False  # the parameters are no longer those of the plan
         self.skipped = False  # all ranks left out the last step because of a non-finite number
+        self.stopping = Stopping()  # requests to stop, of every engine
         # Further waits for the end of a step, which other parts of the wrapper append.
         self.work: list[Callable[[], object]] = []
         # Earlier backward passes of the current step.
@@ -809,6 +811,7 @@ class Steps:
         engine.step = step
         if hook is not None:
             engine.set_hook(hook)
+        engine.stopping = self.stopping
         self.engine = engine
 
     def _replace_engine(self) -> None:

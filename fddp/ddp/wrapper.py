@@ -700,6 +700,16 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         self._steps.settle()
 
     @property
+    def stopping(self) -> bool:
+        """True from the step on in which a rank has asked all ranks to stop: the same step on every
+        rank. As `GradSync.stopping`."""
+        return self._steps.stopping.agreed
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, by the next step. As `GradSync.request_stop`."""
+        self._steps.stopping.ask()
+
+    @property
     def plan(self) -> BucketPlan:
         """The bucket plan in force."""
         return self.steps.engine.program.plan

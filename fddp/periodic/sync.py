@@ -228,6 +228,17 @@ class PeriodicSync:
                 tree_map(_written, params, changed)
         return state
 
+    @property
+    def stopping(self) -> bool:
+        """True from the step on that applies a mean in which a rank has asked all ranks to stop:
+        the same step on every rank. As `GradSync.stopping`."""
+        return any(mean.stopping for mean in self._means)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, by the next mean of each fragment. As `GradSync.request_stop`."""
+        for mean in self._means:
+            mean.request_stop()
+
     def _start(
         self, number: int, params: Any, state: FragmentState, weight: float, step: int
     ) -> FragmentState:

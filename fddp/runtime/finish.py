@@ -239,6 +239,7 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
         nonfinite=not step.executor.is_finite,
         may_overflow=step.executor.may_overflow,
         failed=step.failure is not None,
+        stop=step.asks_stop,
         order=_order(step),
     )
     total = encode(layout, word)

@@ -83,6 +83,7 @@ class Step:
         nonfinite: policy for non-finite numbers.
         record_time: True to record times, norm and finiteness.
         has_next: True if this rank has input for another step; from the loop over uneven inputs.
+        asks_stop: True if this rank asks all ranks to stop.
         hook_states: state of the communication hook by bucket; () if it is stateless.
         is_captured: True if the step is captured in a graph, on all ranks.
     """
@@ -135,6 +136,7 @@ class Step:
         nonfinite: Policy = "propagate",
         record_time: bool = False,
         has_next: bool = True,
+        asks_stop: bool = False,
         hook_states: Sequence[Any] = (),
         is_captured: bool = False,
     ) -> None:
@@ -145,7 +147,12 @@ class Step:
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time = number, record_time
-        self.idle, self.has_next, self.is_captured = idle, has_next, is_captured
+        self.idle, self.has_next, self.asks_stop, self.is_captured = (
+            idle,
+            has_next,
+            asks_stop,
+            is_captured,
+        )
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
         self.hook_states = hook_states
         # Call that the control word reports, equal on all ranks that contribute; cleared where
@@ -351,7 +358,8 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.leaf_set is not None
-        is_usual = source.weight == 1.0 and self.has_next and not (self.idle or has_order)
+        is_usual = source.weight == 1.0 and self.has_next and not self.asks_stop
+        is_usual = is_usual and not (self.idle or has_order)
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)

@@ -56,6 +56,7 @@ def make_info(
         ),
         trace=_trace(step),
         skipped=skipped,
+        stop=report.stop > 0,
         held_bytes=step.pool.held_bytes(),
     )
 

@@ -49,6 +49,7 @@ from fddp.runtime.program import Program
 from fddp.runtime.step import Outcome, Step
 from fddp.sync.request import EngineSpec, check_report, deterministic_hook_error
 from fddp.sync.rounds import Round
+from fddp.sync.stopping import Stopping
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.step_info import SyncInfo
@@ -135,6 +136,8 @@ class Engine:
         self._idle: frozenset[int] = frozenset()
         # State of the hook by bucket, from `set_hook` on; None if callers pass it.
         self.hook_states: tuple[Any, ...] | None = None
+        # Requests to stop, which an engine that replaces this one takes over.
+        self.stopping = Stopping()
         # Round of the loop over uneven inputs, while one runs.
         self.round: Round | None = None
         # Reason for which no further step may start; "" while the engine is open. Owner of the
@@ -370,6 +373,7 @@ class Engine:
             nonfinite=nonfinite,
             record_time=with_stats,
             has_next=turn is None or turn.has_next,
+            asks_stop=self.stopping.asked,
             hook_states=self.hook_states or (),
             is_captured=is_captured,
         )
@@ -462,6 +466,7 @@ class Engine:
 
     def _take_report(self, program: Program, report: ControlReport) -> None:
         """Update the state for the next step, which is alike on all ranks."""
+        self.stopping.note(report)
         if self.round is not None:
             self.round.note(report, program.schedule)
         if report.order and self.program.control.with_order:

@@ -23,6 +23,7 @@ from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryEr
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
+from fddp.sync.stopping import Stopping
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -176,7 +177,10 @@ def _opened(spec: RebuildSpec) -> Engine:
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     engine.step, engine.finished = newest.step, newest.finished
-    engine.arrivals = None if spec.old is None else spec.old.arrivals
+    if spec.old is not None:
+        engine.arrivals, before = spec.old.arrivals, spec.old.stopping
+        # Ranks that were lost may have taken the agreement with them.
+        engine.stopping = Stopping(asked=before.asked or before.agreed)
     return engine
 
 

@@ -47,6 +47,36 @@ class TreeSync:
         return self._engine.graph_info
 
     @property
+    def stopping(self) -> bool:
+        """True from the step on in which a rank has asked all ranks to stop: the same step on every
+        rank, without a further collective. With `report="next"`, once the next call or `check` has
+        read the report of that step.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     grads = {"w": torch.ones(2)}
+            ...     with fddp.GradSync(grads, group=group) as sync:
+            ...         for step in range(100):
+            ...             if step == 3 and group.rank == 1:
+            ...                 sync.request_stop()  # as a signal handler does
+            ...             grads = sync(grads)
+            ...             if sync.stopping:
+            ...                 return step
+            >>> fddp.loopback(2, train)
+            [3, 3]
+        """
+        return self._engine.stopping.agreed
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, by the control word of the next step; see `stopping`.
+
+        Does not communicate, and may be called in a signal handler or another thread. A step that
+        runs may be too far to say it. A `GradSync` that replaces this one goes on asking.
+        """
+        self._engine.stopping.ask()
+
+    @property
     def carried_ranks(self) -> range:
         """Virtual ranks that this rank carries; empty without virtual ranks."""
         return self._engine.program.carried

@@ -59,6 +59,7 @@ class SyncInfo:
         trace: actions of the runtime on this rank; empty for `sync(grads)`.
         skipped: True if all ranks skipped the step because a value was not finite and
             `nonfinite="skip"` is set; `grad_norm` is then NaN.
+        stop: True if a rank has asked all ranks to stop; see `GradSync.stopping`.
         held_bytes: bytes of the buckets of this and earlier steps that results still use on this
             rank. It grows if gradients are kept; `clone` them.
     """
@@ -77,6 +78,7 @@ class SyncInfo:
     timeline: StepTimes
     trace: Trace
     skipped: bool = False
+    stop: bool = False
     held_bytes: int = 0
 
     def __repr__(self) -> str:
@@ -103,7 +105,9 @@ class SyncInfo:
             rows.append(("all finite", "no"))
         if self.repaired:
             rows.append(("repaired", counted(len(self.repaired), "bucket")))
-        return [*rows, ("skipped", "yes")] if self.skipped else rows
+        if self.skipped:
+            rows.append(("skipped", "yes"))
+        return [*rows, ("stop", "yes")] if self.stop else rows
 
 
 class GraphInfo(NamedTuple):

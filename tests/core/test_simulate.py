@@ -145,7 +145,7 @@ class Plain:
         """By the formula of a ring, from the bytes that the rank itself holds."""
         n, alpha_s, beta, _ = self.link(op.axes)
         if op.kind == "control":
-            nbytes = 8.0 * (11 + len(self.schedule.plan.buckets) + len(self.schedule.plan.order))
+            nbytes = 8.0 * (12 + len(self.schedule.plan.buckets) + len(self.schedule.plan.order))
         else:
             places = dict(
                 zip(
@@ -345,10 +345,10 @@ def test_the_piggybacked_word_costs_its_bytes() -> None:
         "all_reduce 0",
         "all_reduce 1",
     ]
-    # Two limbs of the fingerprint, 92 of each weight, five counts, three of the method, two
+    # Two limbs of the fingerprint, 92 of each weight, six counts, three of the method, two
     # buckets and two leaves.
     timeline = simulate(riding, CostModel(0.0, 1e-9), ready_s)
-    assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 5 + 3 + 2 + 2), abs=1e-12)
+    assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 6 + 3 + 2 + 2), abs=1e-12)
 
 
 def test_overlap_slows_collectives_during_backward() -> None:
@@ -360,10 +360,10 @@ def test_overlap_slows_collectives_during_backward() -> None:
     assert (last.launch_s, last.start_s) == (pytest.approx(0.010), first.end_s)
     assert last.end_s == pytest.approx(0.01125)
     assert control.launch_s == 0.010
-    assert timeline.step_s == control.end_s == pytest.approx(0.01125 + 120e-9)
+    assert timeline.step_s == control.end_s == pytest.approx(0.01125 + 128e-9)
     assert timeline.hidden_s == pytest.approx(0.003)
-    assert timeline.communication_s == pytest.approx(0.00425 + 120e-9)
-    assert timeline.exposed_s == pytest.approx(0.00125 + 120e-9)
+    assert timeline.communication_s == pytest.approx(0.00425 + 128e-9)
+    assert timeline.exposed_s == pytest.approx(0.00125 + 128e-9)
 
 
 def test_leaves_without_a_gradient_hold_nothing_up() -> None:

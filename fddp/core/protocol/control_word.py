@@ -2,8 +2,8 @@
 
 Every rank learns the same facts from the sums in the same step: the leaves that any rank used, the
 buckets that received a gradient after their launch, the number of active ranks and their total
-weight, the number of ranks with more input, and the number of ranks with a non-finite contribution
-or a failure. None of this needs a flag from the caller.
+weight, the number of ranks with more input, and the number of ranks with a non-finite contribution,
+a failure or a request to stop. None of this needs a flag from the caller.
 
 [Note: limbs]
 In the tail of a float32 bucket, and wherever the sum must not depend on the order of addition,
@@ -65,9 +65,9 @@ class ControlLayout:
 
     Example:
         >>> ControlLayout(leaves=2, buckets=1).size
-        14
+        15
         >>> ControlLayout(leaves=2, buckets=1, format="float32", limb_bits=23).size
-        197
+        198
     """
 
     leaves: int
@@ -93,6 +93,7 @@ class ControlLayout:
             "nonfinite": 1,
             "large": 1,
             "failed": 1,
+            "stop": 1,
             "late": self.buckets,
             "used": self.leaves,
             "order": self.leaves if self.with_order else 0,
@@ -122,6 +123,7 @@ class ControlWord:
         nonfinite: True if one of its gradients contains NaN or infinity.
         may_overflow: True unless its gradients are known to be small enough for a finite sum.
         failed: True if this rank could not complete the step.
+        stop: True if this rank asks all ranks to stop.
         order: reduced leaves in the order in which their gradients arrived; only on rank 0.
     """
 
@@ -134,6 +136,7 @@ class ControlWord:
     nonfinite: bool = False
     may_overflow: bool = False
     failed: bool = False
+    stop: bool = False
     order: Sequence[int] = ()
 
 
@@ -150,6 +153,7 @@ class ControlReport:
         nonfinite: number of ranks with a non-finite gradient.
         may_overflow: number of ranks with gradients so large that a sum may overflow.
         failed: number of ranks that failed.
+        stop: number of ranks that ask to stop.
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
         order: rank 0's ready order of the leaves it used; empty if the layout does not include it.
@@ -163,6 +167,7 @@ class ControlReport:
     nonfinite: int
     may_overflow: int
     failed: int
+    stop: int
     users: tuple[int, ...]
     late: tuple[int, ...]
     order: tuple[int, ...] = ()
@@ -180,7 +185,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         >>> layout = ControlLayout(leaves=2, buckets=1)
         >>> word = ControlWord(fingerprint=7, weight=3.0, used=(True, False), late=(False,))
         >>> encode(layout, word)
-        array([7., 1., 0., 0., 0., 3., 9., 1., 0., 0., 0., 0., 1., 0.])
+        array([7., 1., 0., 0., 0., 3., 9., 1., 0., 0., 0., 0., 0., 1., 0.])
     """
     vector = np.zeros(layout.size, dtype=layout.format)
     fields, bits = layout.fields, layout.limb_bits
@@ -194,7 +199,8 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         vector[fields["active"]] = 1.0
         vector[fields["method"]] = word.method > 0, word.method, word.method**2
     start = fields["has_next"].start
-    vector[start : start + 4] = word.has_next, word.nonfinite, word.may_overflow, word.failed
+    flags = word.has_next, word.nonfinite, word.may_overflow, word.failed, word.stop
+    vector[start : start + len(flags)] = flags
     vector[fields["late"]] = word.late
     vector[fields["used"]] = word.used
     if layout.with_order and len(word.order):
@@ -228,7 +234,9 @@ def decode(
     weight, squared = total[fields["weight"]], total[fields["weight_squared"]]
     callers, methods, squares = total[fields["method"]].tolist()
     prints = [limb * world_size for limb in own]
-    has_next, nonfinite, may_overflow, failed = total[fields["has_next"].start :][:4].tolist()
+    has_next, nonfinite, may_overflow, failed, stop = map(
+        int, total[fields["has_next"].start :][:5].tolist()
+    )
     order: Sequence[int] = ()
     if layout.with_order:
         seats = total[fields["order"]]
@@ -238,10 +246,11 @@ def decode(
         active=int(total[fields["active"].start]),
         total_weight=_read(layout, weight),
         total_squared=_read(layout, squared),
-        has_next=int(has_next),
-        nonfinite=int(nonfinite),
-        may_overflow=int(may_overflow),
-        failed=int(failed),
+        has_next=has_next,
+        nonfinite=nonfinite,
+        may_overflow=may_overflow,
+        failed=failed,
+        stop=stop,
         users=tuple(total[fields["used"]].astype(np.int64).tolist()),
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),
         order=tuple(order),
