@@ -466,7 +466,8 @@ class Engine:
 
     def _take_report(self, program: Program, report: ControlReport) -> None:
         """Update the state for the next step, which is alike on all ranks."""
-        self.stopping.note(report)
+        if report.stop:
+            self.stopping.agree()
         if self.round is not None:
             self.round.note(report, program.schedule)
         if report.order and self.program.control.with_order:

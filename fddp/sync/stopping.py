@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fddp.core.entrance import entrance
-from fddp.core.protocol.control_word import ControlReport
 
 
 @dataclass
@@ -31,9 +30,9 @@ class Stopping:
         """Ask, from the next control word on."""
         self.asked = True
 
-    def note(self, report: ControlReport) -> None:
-        """Note the requests of all ranks in a step."""
-        self.agreed |= report.stop > 0
+    def agree(self) -> None:
+        """Note that the report of a step had a request."""
+        self.agreed = True
 
 
 class Stoppable(Protocol):
