@@ -52,6 +52,13 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
         super().__init__(*options, **named)
         self._uneven_inputs = uneven_inputs
         self._lockstep: Lockstep | None = None
+        self._asks_stop = False  # of all ranks
+        self.stopping = False  # True once all ranks end training
+
+    def request_stop(self) -> None:
+        """End training on all ranks after the same step, as `Trainer.should_stop` does; see
+        `fddp.stop_on_signal`."""
+        self._asks_stop = True
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -95,6 +102,8 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step; with a repeated batch, leave metrics and buffers as they were."""
+        if self._asks_stop:
+            self.model.request_stop()
         if not self._is_repeat:
             return super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -130,6 +139,9 @@ class FddpStrategy(DDPStrategy):  # type: ignore[misc]
     def post_backward(self, closure_loss: Tensor) -> None:
         """Divide gradients by the number of tokens, after the last accumulated batch."""
         super().post_backward(closure_loss)
+        self.stopping = self.model.stopping
+        if self.stopping:
+            self.lightning_module.trainer.should_stop = True
         count, self._count = self._count, None
         if count is None:
             return

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from fddp import Communicator
+from fddp import Communicator, DistributedDataParallel
 from fddp.integrations.lockstep import (
     Lockstep,
     empty_error,
@@ -52,6 +52,19 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
     _total = 0  # labels of a step, if its losses are to be weighted
     _ranks: Communicator | None = None  # if ranks may have different numbers of batches
     _last: Any = None  # last batch of this rank
+    _asks_stop = False  # of all ranks
+
+    def request_stop(self) -> None:
+        """End training on all ranks after the same step; see `fddp.stop_on_signal`.
+
+        Callbacks see `control.should_training_stop` after that step, and may ask for a checkpoint.
+        """
+        self._asks_stop = True
+
+    @property
+    def stopping(self) -> bool:
+        """True once all ranks end training."""
+        return bool(self.control.should_training_stop)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does, in fddp's wrapper."""
@@ -109,9 +122,13 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward; a repeated batch leaves buffers as they were."""
+        if self._asks_stop and isinstance(model, DistributedDataParallel):
+            model.request_stop()
         weight = self._weights.popleft() if self._weights else 1.0
         with self._weighted_losses(weight), nullcontext() if weight else unchanged_buffers(model):
-            return super().training_step(model, inputs, *args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        self.control.should_training_stop |= getattr(model, "stopping", self._asks_stop)
+        return loss
 
     @contextmanager
     def _weighted_losses(self, weight: float) -> Iterator[None]:

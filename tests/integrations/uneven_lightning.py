@@ -83,6 +83,16 @@ class Manual(Module):
         return [parameter for part in parts for parameter in part.parameters()]
 
 
+class Stopped(Module):
+    """Rank 1 gets a signal in its second step."""
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        """Ask for a stop."""
+        if RANK == 1 and index == 1:
+            self.trainer.strategy.request_stop()
+        return super().training_step(batch, index)
+
+
 class Empty(Module):
     """Rank 0 has no batch."""
 
@@ -135,6 +145,9 @@ def main() -> None:
         fit(manual, 1)
         wanted = uneven_task.of_one_process(1, owners)
         uneven_task.check(f"lightning, manual, losses of {owners}", manual.trained(), wanted)
+    trainer = fit(Stopped(), 1)
+    assert trainer.strategy.stopping
+    assert trainer.global_step == 3  # the step after the request tells it
     for module, text in ((Empty(), "rank 0 has no batch"), (Two(), "one loader")):
         with pytest.raises(UnevenError, match=text):
             fit(module, 1)

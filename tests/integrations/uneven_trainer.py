@@ -66,6 +66,23 @@ class Scaled(OwnLoss):
         return (loss, output) if return_outputs else loss
 
 
+class Stopped(Own):
+    """Trainer of which rank 1 gets a signal in its second step."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask for a stop."""
+        if RANK == 1 and self.state.global_step == 1:
+            self.request_stop()
+        return super().compute_loss(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train until the stop, which the step after the request tells."""
+        done = super().train(*args, **kwargs)
+        assert self.stopping
+        assert self.state.global_step == 3
+        return done
+
+
 class Empty(FddpTrainer):
     """Trainer whose rank 0 has no batch."""
 
@@ -134,6 +151,7 @@ def main() -> None:
         found = train(FddpTrainer, model().double(), 1, accelerator_config=config)
         difference = task.difference(found, sharded_alone())
         print(f"case trainer, {model.__name__}, even_batches False: {difference:.1e}")
+    train(Stopped, task.Tagger().double(), 1)
     with pytest.raises(UnevenError, match="rank 0 has no batch"):
         train(Empty, task.Tagger().double(), 1)
 
