@@ -38,6 +38,22 @@ def untraced_beneath(fn: Function) -> Function:
     return fn
 
 
+def traced_inline(fn: Function) -> Function:
+    """Let dynamo trace a function within its caller only: called after a graph break, it runs in
+    eager mode, with all that it calls.
+
+    Example:
+        >>> @traced_inline
+        ... def f(x):
+        ...     return x + 1
+        >>> f(1)
+        2
+    """
+    strategy = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+    eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
 def untraced(instead: str = "", *, callees: bool = True) -> Callable[[Function], Function]:
     """Exclude a function from tracing by dynamo, without any cost when it is called.
 

@@ -15,7 +15,7 @@ from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
 from fddp.errors import LossError
 from fddp.native import extension
-from fddp.native.untraced import untraced_beneath
+from fddp.native.untraced import traced_inline, untraced_beneath
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
 from fddp.runtime.inputs import (
@@ -140,8 +140,11 @@ class ValueAndGrad:
         infos = (make_info(outcome, computed.backward_s),) if self._with_info else ()
         return value, grads, *states, *infos
 
+    @traced_inline
     def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a step in the graph of dynamo."""
+        if not is_dynamo_compiling():  # the loss function broke the graph, and may raise
+            return self(*args, **kwargs)
         given = self._params(args, kwargs)
         leaves, treedef = flatten(given)
         positions = [k for k, leaf in enumerate(leaves) if dynamo.is_differentiable(leaf)]
