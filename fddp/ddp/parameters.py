@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _NoGraphInfo:
+class _NoPrediction:
     """Stands for an inspected graph. Backward passes of a module are not inspected beforehand."""
 
     used: list[bool]
@@ -53,7 +53,7 @@ class HookedParameters:
         self.hooks.count_undefined(undefined_counts)
         # Those of a virtual rank's pass would see a part of the sum.
         self.hooks.leave_out_hooks(request.options.arguments.virtual_ranks is not None)
-        self.graph = _NoGraphInfo([True] * len(self.names))
+        self.graph = _NoPrediction([True] * len(self.names))
         self._replaces = request.options.arguments.gradient_as_bucket_view
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Leaves = Sequence[Tensor | None]
 
 
-class GraphInfo(Protocol):
+class BackwardPrediction(Protocol):
     """Prediction for a backward pass before it runs, as a `GraphView` of the extension is.
 
     Attributes:
@@ -102,6 +102,16 @@ class Contributions:
         """For each bucket, True if a gradient arrived after it was packed."""
         return [False] * len(program.plan.buckets)
 
+    @property
+    def gives_order(self) -> bool:
+        """True if the order of the gradients is known at the end of the step."""
+        return self.leaf_set is not None
+
+    def order(self, program: Program) -> Sequence[int]:
+        """Leaves in the order of their gradients."""
+        arrivals = self.leaf_set.arrivals() if self.leaf_set else []
+        return [*dict.fromkeys(program.differentiated[k] for k in arrivals)]
+
     def release(self) -> None:
         """Release the gradients, which are packed."""
         self.leaves = self.accumulated = None
@@ -157,7 +167,7 @@ class BackwardContributions(Contributions):
     def arm(
         self,
         program: Program,
-        view: GraphInfo,
+        view: BackwardPrediction,
         previous: Arrivals | None,
         buffer_of: Callable[[int], Tensor],
         scale: WeightScale,
@@ -260,27 +270,40 @@ class BackwardContributions(Contributions):
 
 
 class ArrivingContributions(Contributions):
-    """Gradients that are given one bucket after the other, as a graph computes them.
+    """Gradients that are given one group after the other, as a graph computes them.
 
     Args:
         leaves: number of leaves of the plan.
         weight: weight of this rank.
+        order: leaves in the order of their gradients; empty if it is not needed.
     """
 
-    def __init__(self, leaves: int, weight: float) -> None:
+    def __init__(self, leaves: int, weight: float, order: Sequence[int] = ()) -> None:
         super().__init__(None, weight)
+        self._order = order
         self._given: list[Tensor | None] = [None] * leaves
         # Times of the gradients, on the clock of `time.perf_counter`.
         self.times_s = [math.nan] * leaves
         self._used = [False] * leaves
 
     def give(self, leaves: Sequence[int], grads: Leaves) -> None:
-        """Take the gradients of a bucket's leaves, before it is packed."""
+        """Take the gradients of some leaves, before these are packed."""
         now_s = time.perf_counter()
         for leaf, grad in zip(leaves, grads, strict=True):
             self._given[leaf] = grad
             self.times_s[leaf] = now_s
             self._used[leaf] = grad is not None and self.weight > 0.0
+
+    def has(self, leaves: Sequence[int]) -> bool:
+        """Return True if all of these leaves were given."""
+        return not any(math.isnan(self.times_s[leaf]) for leaf in leaves)
+
+    @property
+    def gives_order(self) -> bool:
+        return len(self._order) > 0
+
+    def order(self, program: Program) -> Sequence[int]:
+        return self._order
 
     def own(self, leaves: Sequence[int]) -> None:
         """Copy those gradients of some leaves that have not been packed, or may be once more: a

@@ -268,12 +268,11 @@ def _used(step: Step) -> Sequence[bool]:
 def _order(step: Step) -> tuple[int, ...]:
     """Slots of the control word of the reduced leaves, in rank 0's order of their gradients, which
     is that of the rebuilt plan. Empty where the word has none, and on other ranks."""
-    program, counter = step.program, step.source.leaf_set
-    if not program.control.with_order or step.transport.rank != 0 or counter is None:
+    program = step.program
+    if not program.control.with_order or step.transport.rank != 0:
         return ()
-    arrived = dict.fromkeys(program.differentiated[k] for k in counter.arrivals())
     slots = {leaf: slot for slot, leaf in enumerate(program.plan.reduced)}
-    return tuple(slots[leaf] for leaf in arrived if leaf in slots)
+    return tuple(slots[leaf] for leaf in step.source.order(program) if leaf in slots)
 
 
 def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:

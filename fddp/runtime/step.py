@@ -41,8 +41,8 @@ from fddp.runtime.compiled import CompiledProgram, RegularWord
 from fddp.runtime.contributions import (
     NOTHING,
     BackwardContributions,
+    BackwardPrediction,
     Contributions,
-    GraphInfo,
     WeightedGradients,
 )
 from fddp.runtime.finite_check import FiniteCheck
@@ -306,7 +306,9 @@ class Step:
             return
         self.source, self.earlier = contributions, earlier
 
-    def arm(self, leaf_set: GradientCounter, view: GraphInfo, previous: Arrivals | None) -> None:
+    def arm(
+        self, leaf_set: GradientCounter, view: BackwardPrediction, previous: Arrivals | None
+    ) -> None:
         """Prepare for a backward pass, whose contributions `begin` has set.
 
         Args:
@@ -357,7 +359,7 @@ class Step:
         if self.failure is not None:
             return
         source, code = self.source, self.code
-        has_order = self.program.control.with_order and source.leaf_set is not None
+        has_order = self.program.control.with_order and source.gives_order
         is_usual = source.weight == 1.0 and self.has_next and not self.asks_stop
         is_usual = is_usual and not (self.idle or has_order)
         if is_usual and code.has_regular_words:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fddp.collectives.dynamo import traced_site
 from fddp.core.protocol.calls import Method
+from fddp.native.torch_private import peek_interpreter_stack
 from fddp.native.untraced import untraced
 from fddp.sync.engine import Engine
 from fddp.telemetry.step_info import GraphInfo
@@ -53,11 +54,13 @@ def sync_leaves(
     """Record the mean of leaves, and return its tree, and an info if that is wanted."""
     label = _registered(engine, engine.graph_label)
     _prepare()
+    reduced = _reduced(engine)
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
     step = (label, int(method), treedef.paths, tuple(present), with_info, traced_site())
     results = _in_graph(step, float(weight), *[leaf for leaf in leaves if leaf is not None])
     whole: list[Any] = [None] * len(leaves)
-    for position, result in zip(present, results, strict=False):
+    given = [k for k, leaf in enumerate(leaves) if leaf is not None or k in reduced]
+    for position, result in zip(given, results, strict=False):
         whole[position] = result
     tree = treedef.unflatten(whole)
     return (tree, GraphInfo(*results[-1].unbind())) if with_info else (tree,)
@@ -79,7 +82,7 @@ def _registered(engine: Engine, label: str) -> str:
 
 
 def fits(engine: Engine, label: str) -> bool:
-    """Return True if a graph can have a step of an engine with this plan and hook."""
+    """Return True if a graph can have a step of an engine with this plan and hook, here."""
     bound, schedule = engine.setup.code.hook, engine.schedule
     return (
         schedule.virtual is None
@@ -88,7 +91,12 @@ def fits(engine: Engine, label: str) -> bool:
         and (bound is None or not bound.stateful)
         and not any(bucket.sparse for bucket in schedule.plan.buckets)
         and not isinstance(engine.group, LoopbackGroup)
+        and peek_interpreter_stack() is None  # where results would have no derivatives
     )
+
+
+def _reduced(engine: Engine) -> tuple[int, ...]:
+    return engine.program.plan.reduced
 
 
 def _prepare() -> None:
@@ -96,7 +104,7 @@ def _prepare() -> None:
 
 
 # The attribute that `torch._dynamo.assume_constant_result` sets; that would load dynamo.
-_FUNCTIONS: tuple[Any, ...] = (_registered, _prepare, fits)
+_FUNCTIONS: tuple[Any, ...] = (_registered, _reduced, _prepare, fits)
 for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 

@@ -593,7 +593,7 @@ class Engine:
                 f"the plan can't change under {bound.hook.name}, whose state is by bucket; tune "
                 f"without the hook, and pass on the plan"
             )
-        if not self.program.control.with_order:  # else there is no graph of the plan before
+        if not self.program.control.with_order:  # else graphs expect another plan anyway
             self.graph_label = _new_label()
         self.setup = self._made(self.schedule_of(plan, self.hook), self.hook, False)
         self._pool.clear()

@@ -10,9 +10,10 @@ Operations are recorded in the order in which eager mode would run them, which h
 before the first start. Each start is moved up, behind the operation that gives its last input.
 Starts do not pass each other or other collectives, and nothing else is moved.
 
-Where a plan is to be rebuilt, the first graph rebuilds it, in the order in which it gives the
-gradients. Ranks do not communicate for this. If one of them has another order, it has another
-schedule, which all ranks notice in their first step.
+Where a plan is to be rebuilt, the graph is made for the plan that would follow from the order in
+which it gives the gradients. Its first step has the plan before, as in eager mode: a bucket is sent
+once its last gradient was given, and the report has rank 0's order, from which all ranks rebuild
+the plan. On a rank whose graph has another order, buckets are sent later from then on.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ from fddp.collectives.torch_library import (
 )
 from fddp.core.entrance import entrance
 from fddp.core.plan.leaf import LeafSpec
+from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.errors import ClosedError, InternalError, TreeMismatchError
 from fddp.native.layout import contiguous_strides
 from fddp.native.torch_private import node_of
 from fddp.runtime.contributions import ArrivingContributions
 from fddp.runtime.finish import send
-from fddp.runtime.inputs import checked_weight, misfit, outside_inference_mode, outside_tracing
+from fddp.runtime.inputs import checked_weight, misfit, outside_inference_mode
+from fddp.runtime.results import Devices
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
@@ -64,6 +67,8 @@ class GraphSteps:
     step: Step | None = None
     given: ArrivingContributions | None = None
     begun_s: float = 0.0
+    # Buckets of the step that are not complete, in the order of the schedule.
+    pending: list[int]
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -82,39 +87,56 @@ class GraphSteps:
             self._open(weight, call)
         step, given = self.step, self.given
         if step is None or given is None:
-            raise InternalError(f"bucket {call['bucket']} of a graph was started in no step")
-        bucket = step.program.schedule.sequence[call["position"]]
-        members = step.program.plan.buckets[bucket].leaves
-        given.give(members, grads)
+            self.engine.check_usable()  # it may have been closed since the bucket before
+            raise InternalError(f"start {call['position']} of a graph was in no step")
+        if "problem" in call:
+            return
+        leaves, buckets = call["leaves"], step.program.plan.buckets
+        given.give(leaves, grads)
         if not step.code.is_on_cpu:
-            by_leaf = dict(zip(members, grads, strict=True))
+            by_leaf = dict(zip(leaves, grads, strict=True))
             step.note_devices([*map(by_leaf.get, range(len(step.program.plan.leaves)))])
-        step.executor(bucket)
-        if call["position"] == len(step.program.schedule.sequence) - 1:
+        while self.pending and given.has(buckets[self.pending[0]].leaves):
+            step.executor(self.pending.pop(0))
+        if not self.pending:
             send(step)
-        given.own(members)
+        given.own(leaves)
 
     def _open(self, weight: float, call: dict[str, Any]) -> None:
-        engine, left = self.engine, self.step
-        if left is not None:
-            error = RuntimeError("a graph was interrupted between the buckets of a step")
-            engine.end_interrupted(left.number, error)
+        engine = self.engine
         self.begun_s = time.perf_counter()
         step = engine.open(Method(call["method"]), with_stats=call["with_info"])
+        engine.note_in_flight(self._end_interrupted)  # until `finish`
         count = len(step.program.plan.leaves)
-        given = ArrivingContributions(count, 0.0)
+        self.step, self.given = step, ArrivingContributions(count, 0.0)
         try:
-            given = ArrivingContributions(count, checked_weight(weight))
-            step.begin(given, [None] * count)  # each bucket brings its devices
+            if "problem" in call:
+                raise TreeMismatchError(call["problem"])
+            self.given = ArrivingContributions(count, checked_weight(weight), call["order"])
+            step.begin(self.given, [None] * count)  # each bucket brings its devices
         except Exception as error:
             engine.fail(step, error)
         step.prepare()
-        self.step, self.given = step, given
+        self.pending = [*step.program.schedule.sequence]
+
+    def _end_interrupted(self) -> None:
+        """End a step that an error has left between its buckets, before anything else is done."""
+        step = self._taken()
+        if step is not None:
+            error = RuntimeError("a graph was interrupted between the buckets of a step")
+            self.engine.end_interrupted(step.number, error)
+
+    def _taken(self) -> Step | None:
+        """Return the step under way, which there is no longer."""
+        step, self.step, self.given = self.step, None, None
+        self.engine.note_in_flight(None)
+        return step
 
     def finish(self, call: dict[str, Any]) -> list[Tensor]:
         """Finish the step. Return the means of its leaves, zeros for one that no rank has used."""
-        step, self.step, self.given = self.step, None, None
+        step = self._taken()
         if step is None:
+            self.engine.check_usable()
             raise InternalError("a graph finished a step that it had not begun")
         end_s = time.perf_counter()
         try:
@@ -194,51 +216,63 @@ def emit(
         site: the caller's line.
 
     Returns:
-        The means by leaf; this rank's own gradients for leaves that are not reduced.
-
-    Raises:
-        TreeMismatchError: the tree does not match the plan; on all ranks.
+        The means by leaf; this rank's own gradients for leaves that are not reduced. Of a tree that
+        does not match the plan, which is an error on all ranks when the graph runs, the leaves.
     """
     engine = _steps(label).engine
+    call = {"method": int(method), "with_info": with_info, "site": site}
     problem = _problem(engine, paths, leaves)
     if problem is not None:
-        with outside_tracing():
-            engine.fail_step(problem)  # raises it here, and a PeerError on the other ranks
+        # Raised when the graph runs: an error now could be a graph break, and the step be repeated.
+        about = {"problem": problem, "position": 0, **call}
+        record("start_gradients", [], label, weight, json.dumps(about))
+        info = record("finish_step", [], label, json.dumps({"leaves": [], "devices": [], **call}))
+        missing = torch.zeros(())  # of any shape, for the operations that follow
+        reduced = engine.program.plan.reduced
+        shown = [
+            missing if leaf is None and k in reduced else leaf for k, leaf in enumerate(leaves)
+        ]
+        return [*shown, *info]
     tracer = getattr(get_proxy_mode(), "tracer", None)
+    plan, schedule = engine.program.plan, engine.program.schedule
+    order: list[int] = []
     if tracer is not None and engine.program.control.with_order:
         places = [(node_of(leaf, tracer), k) for k, leaf in enumerate(leaves) if leaf is not None]
-        order = [leaf for _, leaf in sorted(places) if leaf in engine.program.plan.bucket_of]
-        missing = [leaf for leaf in engine.program.plan.reduced if leaf not in order]
-        with outside_tracing():
-            engine.set_plan(engine.terms.rebuilt(engine.program.plan, [*order, *missing]))
-    program = engine.program
-    call = {"method": int(method), "with_info": with_info, "site": site}
-    for position, bucket in enumerate(program.schedule.sequence):
-        about = {"bucket": program.buckets[bucket].text, "position": position, **call}
-        grads = [leaves[leaf] for leaf in program.plan.buckets[bucket].leaves]
+        order = [leaf for _, leaf in sorted(places) if leaf in plan.bucket_of]
+        plan = engine.terms.rebuilt(plan, order)
+        schedule = engine.schedule_of(plan, engine.hook)
+    for position, bucket in enumerate(schedule.sequence):
+        members = plan.buckets[bucket].leaves
+        about = {"leaves": members, "position": position, "order": order, **call}
+        grads = [leaves[leaf] for leaf in members]
         record_start("start_gradients", grads, label, weight, json.dumps(about))
-    present = [leaf for leaf in program.plan.reduced if leaves[leaf] is not None]
-    devices = [str(one.device) for k in present if (one := leaves[k]) is not None]
-    about = {"leaves": present, "devices": devices, **call}
+    reduced = plan.reduced
+    devices = [_device(plan, leaves, leaf) for leaf in reduced]
+    about = {"leaves": reduced, "devices": devices, **call}
     found = record("finish_step", [], label, json.dumps(about))
     results: list[Tensor | None] = [*leaves]
-    for leaf, result in zip(present, found, strict=False):
+    for leaf, result in zip(reduced, found, strict=False):
         results[leaf] = result
-    return [*results, *found[len(present) :]]
+    return [*results, *found[len(reduced) :]]
 
 
-def _problem(
-    engine: Engine, paths: Sequence[str], leaves: Sequence[Tensor | None]
-) -> Exception | None:
-    """Return the error of gradients that do not match the plan."""
+def _device(plan: BucketPlan, leaves: Sequence[Tensor | None], leaf: int) -> str:
+    """Device of the mean of a leaf: its own, or else that of another leaf of its bucket."""
+    bucket = plan.buckets[plan.bucket_of[leaf]]
+    found = [one.device for k in (leaf, *bucket.leaves) if (one := leaves[k]) is not None]
+    return str(found[0] if found else Devices()[bucket.device])
+
+
+def _problem(engine: Engine, paths: Sequence[str], leaves: Sequence[Tensor | None]) -> str | None:
+    """Return the error text of gradients that do not match the plan."""
     program = engine.program
     plan = program.plan
     if tuple(paths) != plan.paths:
-        return mismatch(tuple(paths), plan.paths, "gradients")
+        return str(mismatch(tuple(paths), plan.paths, "gradients"))
     examples = [*map(example_of, leaves)]
     position = program.leaf_types.first_mismatch(examples, False)
     if position >= 0:
-        return TreeMismatchError(misfit(examples[position], plan.leaves[position], "gradients"))
+        return misfit(examples[position], plan.leaves[position], "gradients")
     return None
 
 

@@ -284,26 +284,23 @@ def recorded(rank: int, world_size: int) -> Any:
 
         torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(params)
         total.close()
-        texts = [sync.plan.buckets[bucket].leaves for bucket in sync.schedule.sequence]
-        paths = [[sync.plan.paths[leaf] for leaf in leaves] for leaves in texts]
+        buckets = [[*sync.plan.buckets[bucket].leaves] for bucket in sync.schedule.sequence]
     calls = [
         (at, str(name).removeprefix("fddp."), json.loads(text), inputs)
         for at, (name, text, inputs) in enumerate(operations)
         if str(name).startswith("fddp.")
     ]
-    return calls, [name for name, _, _ in operations], paths
+    return calls, [name for name, _, _ in operations], buckets
 
 
 def test_a_graph_has_the_schedule_with_each_start_behind_its_last_input(ranks: RankPool) -> None:
-    for calls, operations, paths in ranks.run(RANKS, recorded):
+    for calls, operations, buckets in ranks.run(RANKS, recorded):
         names = [name for _, name, _, _ in calls]
-        assert names == ["start_gradients.default"] * len(paths) + [
+        assert names == ["start_gradients.default"] * len(buckets) + [
             "finish_step.default",
             "pmean.default",
         ]
-        for (_, _, about, _), bucket in zip(calls, paths, strict=False):
-            first, last = bucket[0], bucket[-1]
-            assert about["bucket"].endswith(f"({first if first == last else f'{first} .. {last}'})")
+        assert [about["leaves"] for _, _, about, _ in calls[:-2]] == buckets
         assert len({at for at, *_ in calls[:-2]}) > 1
         for at, _, _, inputs in calls[:-2]:
             between = operations[max(inputs) + 1 : at]
@@ -484,10 +481,11 @@ def failures(rank: int, world_size: int) -> Any:
         def weighted(params: Params, weight: float) -> Params:
             return sync.value_and_grad(loss_fn, weight_fn=lambda *_: weight)(params, x)[1]
 
-        attempt("weight", weighted, params, -1.0 if rank == 1 else 1.0)
-        attempt("after", weighted, params, 1.0)
         wrong = {**params, "bias": torch.zeros(7)} if rank == 1 else params
         attempt("shape", lambda p: sync({**p, "count": None}), wrong)
+        attempt("weight", weighted, params, -1.0 if rank == 1 else 1.0)
+        attempt("after", weighted, params, 1.0)
+        attempt("shape after", lambda p: sync({**p, "count": None}), wrong)
         attempt("after that", weighted, params, 1.0)
         attempt("paths", lambda p: sync(p["layers"] if rank == 1 else {**p, "count": None}), params)
         attempt("at last", weighted, params, 1.0)
@@ -501,13 +499,131 @@ def test_mistakes_of_one_rank_are_raised_on_all(ranks: RankPool) -> None:
         assert first[name] == second[name] == "", name
     assert second["weight"].startswith("WeightError")
     assert "PeerError" in first["weight"]
-    assert "leaf 'bias'" in second["shape"]
-    assert "float32 of shape (7,)" in second["shape"]
-    assert "float32 of shape (6,)" in second["shape"]
-    assert "leaf 'bias'" in first["shape"]
+    for name in ("shape", "shape after"):
+        assert second[name].startswith("TreeMismatchError")
+        assert "leaf 'bias'" in second[name]
+        assert "float32 of shape (7,)" in second[name]
+        assert "float32 of shape (6,)" in second[name]
+        assert "leaf 'bias'" in first[name]
     assert "does not have the expected leaves" in second["paths"]
     assert "PeerError" in first["paths"]
     assert "is closed" in first["closed"]
+
+
+def turned(params: Params, x: Tensor) -> Tensor:
+    """A loss whose layers run in the opposite order."""
+    return loss_fn({**params, "layers": params["layers"][::-1]}, x)
+
+
+def first_steps(rank: int, world_size: int, name: str) -> Any:
+    """Two steps of ranks that trace different graphs, before the plan is rebuilt."""
+    params, x = make_params(), batch(rank)
+    results = []
+    for compiles in (True, False):
+        torch._dynamo.reset()
+        with fddp.GradSync(params, **SMALL) as sync:
+            step = partial(sync.value_and_grad(turned if rank else loss_fn), x=x)
+            given = params
+            if name == "a missing leaf":
+                step = sync
+                given = {**params, "bias": None if rank else x[0], "count": None}
+            runs = compiles and not (name == "one graph" and rank == 0)
+            run = torch.compile(step, backend="aot_eager", fullgraph=True) if runs else step
+            results.append([run(given) for _ in range(3)])
+            results.append([*sync.plan.order])
+    pairs = zip(*map(tree_leaves, results[::2]), strict=True)
+    return [torch.equal(a, b) for a, b in pairs if a is not b], results[1]
+
+
+@pytest.mark.parametrize("name", ["another order", "one graph", "a missing leaf"])
+def test_ranks_with_other_graphs_take_the_first_step_and_then_rank_0s_plan(
+    ranks: RankPool, name: str
+) -> None:
+    (equal, order), (other, same) = ranks.run(RANKS, first_steps, name)
+    assert order == same
+    assert all(equal)
+    assert all(other)
+
+
+class Interrupted(torch.fx.Interpreter):
+    """Runs a graph, and stops behind its second start if it is to."""
+
+    stops = False
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        result = super().run_node(node)
+        if "start_gradients" in str(node.args[1:2]):
+            self.starts = getattr(self, "starts", 0) + 1
+            if Interrupted.stops and self.starts == 2:
+                raise KeyboardInterrupt
+        return result
+
+
+def interrupted(rank: int, world_size: int, then: str) -> list[str]:
+    """Errors of a step that rank 1 leaves between buckets, and of what follows."""
+    torch._dynamo.reset()
+    params, found = make_params(), []
+
+    def run(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(lambda *args: Interrupted(graph).run(*args))
+
+    sync = fddp.GradSync(params, **SMALL)
+    step = sync.value_and_grad(loss_fn)
+    compiled = torch.compile(step, backend=aot_autograd(fw_compiler=run), fullgraph=True)
+    compiled(params, batch(rank))
+    Interrupted.stops = rank == 1
+    calls: dict[str, Callable[..., Any]] = {"graph": compiled, "eager": step}
+    for call in (compiled, calls.get(then, lambda *_: sync.close())):
+        try:
+            call(params, batch(rank))
+            found.append("")
+        except (KeyboardInterrupt, fddp.errors.FddpError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        Interrupted.stops = False
+    with sync.rebuild() as again:
+        again({**params, "count": None})
+    return found
+
+
+@pytest.mark.parametrize("then", ["graph", "eager", "close"])
+def test_a_step_that_is_interrupted_between_buckets_is_an_error_on_all_ranks(
+    ranks: RankPool, then: str
+) -> None:
+    (lost, _), (own, later) = ranks.run(RANKS, interrupted, then)
+    assert "lost rank 1" in lost
+    assert own.startswith("KeyboardInterrupt")
+    if then != "close":
+        assert later.startswith("ClosedError")
+        assert "a graph was interrupted between the buckets of a step" in later
+
+
+def broken_by_the_loss(rank: int, world_size: int) -> list[str]:
+    torch._dynamo.reset()
+    params, found = make_params(), []
+
+    def fails(params: Params, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        if rank == 1:
+            raise ValueError("a bad batch")
+        return loss_fn(params, x)
+
+    with fddp.GradSync(params, **SMALL) as sync:
+        for loss in (fails, loss_fn):
+            try:
+                step = torch.compile(sync.value_and_grad(loss), backend="aot_eager")
+                step(params, batch(rank))
+                found.append("")
+            except (ValueError, fddp.errors.PeerError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_an_error_of_a_loss_that_breaks_the_graph_is_raised_on_all_ranks(ranks: RankPool) -> None:
+    (peer, after), (own, also_after) = ranks.run(RANKS, broken_by_the_loss)
+    assert own == "ValueError: a bad batch"
+    assert peer.startswith("PeerError")
+    assert "a bad batch" in peer
+    assert after == also_after == ""
 
 
 def unused_on_all(rank: int, world_size: int) -> Any:
@@ -528,7 +644,7 @@ def test_a_leaf_without_weight_is_unused(ranks: RankPool) -> None:
     (unused, zeros), (other, missing) = ranks.run(RANKS, unused_on_all)
     assert unused == other == ("b",)
     assert torch.equal(zeros, torch.zeros(4, 3))
-    assert missing is None
+    assert torch.equal(missing, zeros)
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -562,6 +678,36 @@ def test_other_steps_break_the_graph(ranks: RankPool) -> None:
     for texts in ranks.run(RANKS, broken):
         for text in texts:
             assert "take other steps outside of the compiled function" in text
+
+
+def transformed(rank: int, world_size: int) -> list[str]:
+    """Errors of steps within transforms, in graphs and in eager mode."""
+    params, found = {"w": torch.ones(2)}, []
+    with fddp.GradSync(fddp.plan_buckets(params)) as sync:
+        steps = {
+            "grad": torch.func.grad(lambda p: sync(p)["w"].square().sum()),
+            "vmap": torch.vmap(sync),
+        }
+        for step in steps.values():
+            for fullgraph in (True, False):
+                torch._dynamo.reset()
+                try:
+                    compiled = torch.compile(step, backend="aot_eager", fullgraph=fullgraph)
+                    compiled({"w": torch.ones(2, 2)} if step is steps["vmap"] else params)
+                    found.append("")
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_steps_within_transforms_are_errors(ranks: RankPool) -> None:
+    for unfit, eager, *more in ranks.run(RANKS, transformed):
+        assert more[0].startswith("Unsupported")
+        assert unfit.startswith("Unsupported")
+        assert "a transform of torch.func" in unfit
+        for text in (eager, more[1]):
+            assert text.startswith("TransformError")
+            assert "inside torch.func" in text
 
 
 def in_a_loopback(group: Any) -> None:
