@@ -24,7 +24,8 @@ from fddp.tree.pytree import TreeDef, flatten
 INSTEAD_IN_A_GRAPH = (
     "a graph can have sync(grads) and steps of sync.value_and_grad(loss_fn), without a hook that "
     "keeps state, accumulated=, virtual ranks, shards, sparse leaves, nonfinite='skip', EXHAUSTED, "
-    "or ranks that are threads; take other steps outside of the compiled function"
+    "ranks that are threads, or a transform of torch.func around it; take other steps outside of "
+    "the compiled function"
 )
 """Advice in the error of torch.compile with `fullgraph=True`."""
 
