@@ -259,7 +259,9 @@ def output_that_is_a_parameter(ddp: Any) -> None:
 def gradient_before_an_output_that_is_a_parameter(ddp: Any) -> None:
     """No node of the forward pass shows beforehand that the pass reaches an output."""
     ddp.module.method = lambda x: ddp.module.last.weight
-    (ddp(batch()).sum() + ddp.module.first.weight.sum()).backward()
+    out = ddp(batch()).sum()
+    out.backward(retain_graph=True)
+    (out + ddp.module.first.weight.sum()).backward()
 
 
 def another_wrapper_of_the_module(ddp: Any) -> None:

@@ -121,7 +121,8 @@ def test_use_without_sync_counts_as_use() -> None:
     fddp.loopback(2, run)
 
 
-def test_unused_buckets_are_left_out_until_a_rank_uses_them() -> None:
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_unused_buckets_are_left_out_until_a_rank_uses_them(with_hook: bool) -> None:
     steps = [
         ((0, 1), (0, 1)),
         ((0, 1), (0, 1)),
@@ -130,6 +131,9 @@ def test_unused_buckets_are_left_out_until_a_rank_uses_them() -> None:
         ((2,), (0,)),
         ((1, 2), (0, 1)),
         ((0, 1, 2), (0, 1, 2)),
+        ((1, 2), (1, 2)),
+        ((1, 2), (1, 2)),
+        ((1, 2), (0, 1, 2)),  # the surprise comes last
     ]
 
     def run(group: Any, skip: bool) -> list[Any]:
@@ -141,6 +145,8 @@ def test_unused_buckets_are_left_out_until_a_rank_uses_them() -> None:
             find_unused_parameters=True,
             skip_all_reduce_unused_params=skip,
         )
+        if with_hook:
+            ddp.register_comm_hook(None, fddp.hooks.cast(torch.float64))
         counts, found = [], []
         for number, through in enumerate(steps):
             if number != 4:  # what is there from before counts, too
