@@ -129,19 +129,23 @@ def test_a_late_gradient_is_repaired_then_expected() -> None:
 def test_a_late_gradient_in_a_step_that_is_usual_otherwise() -> None:
     """Every leaf is used, and nothing is measured: only the late gradient makes the control word
     differ from the regular one."""
-    order = [(i, "plain") for i in range(1, LEAVES - 1)]
-    branch = Branch([*order, (5, "reentrant"), (0, "reentrant"), (5, "reentrant")])
+    first = [(i, "plain") for i in (1, 2, 3)]
+    usual = Branch([*first, *((i, "reentrant") for i in (0, 4, 5))])
+    late = Branch([*first, *((i, "reentrant") for i in (5, 0, 4, 5))])
 
-    def run(group: Any) -> list[Any]:
+    def run(group: Any, with_info: bool) -> Any:
+        x = batch(group.rank, 0, width=WIDTH)
         with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
-            step = sync.value_and_grad(branch_loss)
-            x = batch(group.rank, 0, width=WIDTH)
-            return [step(branch_params(), x, branch)[1] for _ in range(2)]
+            step = sync.value_and_grad(branch_loss, with_info=with_info)
+            return [step(branch_params(), x, branch)[1:] for branch in (usual, usual, late)][-1]
 
-    inputs = [(batch(rank, 0, width=WIDTH), branch) for rank in range(2)]
+    for _, info in fddp.loopback(2, run, True):
+        assert info.repaired
+        assert not info.unused
+    inputs = [(batch(rank, 0, width=WIDTH), late) for rank in range(2)]
     expected = mean_gradients(branch_loss, branch_params(), inputs, [1.0, 1.0])
-    for steps in fddp.loopback(2, run):
-        assert all(largest_difference(grads, expected) < 1e-12 for grads in steps)
+    for (grads,) in fddp.loopback(2, run, False):
+        assert largest_difference(grads, expected) < 1e-12
 
 
 @pytest.mark.parametrize("used", [LEAVES - 1, LEAVES])
