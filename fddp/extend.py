@@ -4,8 +4,10 @@ These names are public, and may change between minor versions.
 
     Group, Mesh, LoopbackGroup, resolve, resolve_mesh
                                 groups of ranks, and the arguments that name them
-    mirrored, Operation, Rendezvous
+    mirrored, mirrored_process_group, result_of_two, Operation, Rendezvous
                                 a group of one thread, which sees each collective
+    in_turns                    ranks as threads of which one computes at a time
+    VirtualRanks                virtual ranks of each rank
     communicator_of, GroupRegistry, run_operator, Reduction, SUMMABLE_DTYPES
                                 communicators, objects of groups, and a reduction of leaves
     call_site, Site             a line of the caller's code
@@ -42,6 +44,7 @@ from fddp.core.protocol.messages import MappingOf, Schema, optional
 from fddp.core.schedule.builder import Algorithm, Chain, Chains
 from fddp.core.schedule.op import Op, Region, is_collective
 from fddp.core.schedule.schedule import Scaling
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.sim.cost import LinkAlgorithm, preset_or_model
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes, ready_seconds
@@ -56,8 +59,10 @@ from fddp.telemetry.waits import waits_since
 from fddp.transport import Group, LoopbackGroup, resolve
 from fddp.transport.loopback import Rendezvous
 from fddp.transport.mesh import Mesh, resolve_mesh
-from fddp.transport.mirror import mirrored
+from fddp.transport.mirror import mirrored, result_of_two
+from fddp.transport.mirror_c10d import mirrored_process_group
 from fddp.transport.operation import SUMMABLE_DTYPES, Operation
+from fddp.transport.turns import in_turns
 from fddp.tree.foreign import to_array, to_tensor
 from fddp.tree.pytree import check_paths
 from fddp.tree.pytree import flatten as tree_flatten
@@ -67,9 +72,11 @@ __all__ = [
     "Flight", "Group", "GroupRegistry", "Interval", "LeafSpec", "LinkAlgorithm", "LoopbackGroup",
     "MappingOf", "Mesh", "Op", "Operation", "ReadyTimes", "Reduction", "Region", "Rendezvous",
     "Scaling", "Schema", "Site", "Span", "StepHandle", "StepTimes", "Target", "Timeline",
-    "call_site", "check_equal", "check_paths", "communicator_of", "counted", "dense_strides",
-    "entrance", "exchange", "find_divergences", "html_table", "is_collective", "leaf_text",
-    "mirrored", "optimal_plan", "optional", "plain_table", "plan_leaves", "preset_or_model",
-    "rank_names", "ready_seconds", "replay", "resolve", "resolve_mesh", "run_operator", "size_text",
-    "suggestion", "summary", "to_array", "to_tensor", "tree_flatten", "unit_of", "waits_since",
+    "VirtualRanks", "call_site", "check_equal", "check_paths", "communicator_of", "counted",
+    "dense_strides", "entrance", "exchange", "find_divergences", "html_table", "in_turns",
+    "is_collective", "leaf_text", "mirrored", "mirrored_process_group", "optimal_plan", "optional",
+    "plain_table", "plan_leaves", "preset_or_model", "rank_names", "ready_seconds", "replay",
+    "resolve", "resolve_mesh", "result_of_two", "run_operator", "size_text", "suggestion",
+    "summary", "to_array", "to_tensor",
+    "tree_flatten", "unit_of", "waits_since",
 ]  # fmt: skip

@@ -134,7 +134,7 @@ class Communicator:
                 self.transport.close()
                 raise
         self.pool = BufferPool(self.transport.empty, _POOLED_SIZES)
-        self.recorder = Recorder("Communicator", self, self.transport)
+        self.recorder: Recorder = Recorder("Communicator", self, self.transport)
         self._was_closed = on_finalize(self, self.transport.close)  # also if it is just dropped
         _by_number[self.number] = self
 

@@ -15,6 +15,7 @@ from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.loopback import DEFAULT_GROUP, LoopbackTransport, group_of_one
 from fddp.transport.loopback import LoopbackGroup as LoopbackGroup
 from fddp.transport.loopback import loopback as loopback
+from fddp.transport.mirror_c10d import MirroredProcessGroup
 from fddp.transport.selection import choose
 from fddp.transport.torch_private import is_foreign
 
@@ -131,7 +132,7 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
             f"rank {dist.get_rank()} is no member of the group {group!r}; open a transport only on "
             "the ranks that belong to it"
         )
-    return group
+    return group.loopback if isinstance(group, MirroredProcessGroup) else group
 
 
 def _alone_in(group: dist.ProcessGroup) -> LoopbackGroup:

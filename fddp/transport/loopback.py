@@ -71,7 +71,13 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     __tracebackhide__ = True  # of pytest: the error is that of a rank
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
-    state = LoopbackState(world_size, timeout_s)
+    return run_ranks(LoopbackState(world_size, timeout_s), fn, *args)
+
+
+def run_ranks(state: LoopbackState, fn: Callable[..., T], *args: Any) -> list[T]:
+    """Run `fn(group, *args)` on the ranks of a state, as `loopback`."""
+    __tracebackhide__ = True
+    world_size = state.size
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []  # in chronological order
 
@@ -114,12 +120,13 @@ class LoopbackGroup:
     Attributes:
         rank: this thread's rank.
         size: number of ranks in the group.
+        state: shared by its ranks.
     """
 
     def __init__(self, rank: int, state: LoopbackState) -> None:
         self.rank = rank
         self.size = state.size
-        self._state = state
+        self.state = state
         self._opened = 0
         self._named: Counter[str] = Counter()
         state.boards[rank] = ThreadStatusBoard(state.abandoned)
@@ -138,7 +145,8 @@ _groups_of_one: weakref.WeakKeyDictionary[Any, LoopbackGroup] = weakref.WeakKeyD
 DEFAULT_GROUP: contextvars.ContextVar[LoopbackGroup | None] = contextvars.ContextVar(
     "fddp_default_group", default=None
 )
-"""Group for `group=None` in place of the default group of `torch.distributed`; see `mirror.py`."""
+"""Group for `group=None` in place of the default group of `torch.distributed`; see `mirror.py` and
+`turns.py`."""
 
 
 class ThreadStatusBoard(StatusBoard):
@@ -170,9 +178,9 @@ class LoopbackTransport(Transport):
     ) -> None:
         self.rank = group.rank
         self.world_size = group.size
-        self.timeout_s = group._state.timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = group.state.timeout_s if timeout_s is None else timeout_s
         self.control_device = torch.device("cpu")
-        self._state = group._state
+        self._state = group.state
         self._issued: Counter[tuple[int, ...]] = Counter()  # operations by participants
         # The n-th transport of a rank is matched with the n-th of every other rank.
         self._channel = group._opened

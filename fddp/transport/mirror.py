@@ -47,7 +47,7 @@ def mirrored(rank: int, size: int, transfer: Transfer) -> Iterator[LoopbackGroup
         ...     fddp.psum(torch.tensor(3.0))
         tensor(12.)
     """
-    group = LoopbackGroup(rank, _MirrorState(size, transfer))
+    group = LoopbackGroup(rank, MirrorState(size, transfer))
     token = DEFAULT_GROUP.set(group)
     try:
         yield group
@@ -55,10 +55,12 @@ def mirrored(rank: int, size: int, transfer: Transfer) -> Iterator[LoopbackGroup
         DEFAULT_GROUP.reset(token)
 
 
-class _MirrorState(LoopbackState):
+class MirrorState(LoopbackState):
+    """State of a group of which one thread plays one rank."""
+
     def __init__(self, size: int, transfer: Transfer) -> None:
         super().__init__(size, _TIMEOUT_S)
-        self._transfer = transfer
+        self.transfer = transfer
 
     def open(self, channel: int, rank: int, title: str, *_: Any) -> dict[int, str | None]:
         self._openings[channel] = dict.fromkeys(range(self.size), title)
@@ -66,21 +68,47 @@ class _MirrorState(LoopbackState):
 
     def join(self, key: CollectiveKey, rank: int, operation: Operation) -> Rendezvous:
         rendezvous = Rendezvous(key)
-        rendezvous.operations = dict.fromkeys(key.ranks, operation)
+        self.perform(rendezvous, rank, operation)
+        return rendezvous
+
+    def perform(self, rendezvous: Rendezvous, rank: int, operation: Operation) -> None:
+        """Carry out an operation, as if all ranks had issued it with the same data."""
+        rendezvous.operations = dict.fromkeys(rendezvous.key.ranks, operation)
         with torch.no_grad():
-            result = self._transfer(rendezvous, operation, _result(operation, rank))
+            result = self.transfer(rendezvous, operation, _result(operation, rank))
             operation.tensor.copy_(result)
         rendezvous.done_s = time.perf_counter()
-        return rendezvous
+
+
+def result_of_two(rendezvous: Rendezvous, own: Tensor, other: Tensor) -> Tensor:
+    """Result of an operation of a mirrored group if its other ranks send the data of a second run.
+
+    Args:
+        rendezvous: of rank 0.
+        own, other: tensors of the operation on ranks 0 and 1, before it.
+
+    Returns:
+        The result on rank 0, as a buffer in which each rank finds its own part.
+    """
+    operation = rendezvous.operations[0]
+    return _executed(operation._replace(tensor=own), 0, operation._replace(tensor=other), 1)
 
 
 def _result(operation: Operation, rank: int) -> Tensor:
     """Result of an operation that all ranks issue with the same data."""
     place = operation.ranks.index(rank)
-    copies = [operation._replace(tensor=operation.tensor.clone()) for _ in operation.ranks]
+    return _executed(operation, place, operation, place)
+
+
+def _executed(operation: Operation, place: int, other: Operation, other_place: int) -> Tensor:
+    """Result of an operation, whose other ranks send the data of the rank at another place."""
+    places = range(len(operation.ranks))
+    sent = [operation if number == place else other for number in places]
+    copies = [one._replace(tensor=one.tensor.clone()) for one in sent]
     if operation.kind == "all_gather":
         for number, copy in enumerate(copies):
-            copy.chunks[number].copy_(operation.chunks[place])
+            source = place if number == place else other_place
+            copy.chunks[number].copy_(sent[number].chunks[source])
     execute(copies)
     if operation.kind == "reduce_scatter":
         return torch.cat([copy.chunks[number] for number, copy in enumerate(copies)])

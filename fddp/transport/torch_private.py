@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from fddp.errors import FddpError
 
 
 def process_groups() -> dict[Any, Any]:
@@ -41,3 +46,66 @@ def find_backend_by_lower_case(name: str, create: Any) -> None:
     the first plugin for the default backend of a group of "cpu:fddp"."""
     plugin = dist.Backend._BackendPlugin(create, extended_api=True)
     dist.Backend._plugins = {name: plugin, **dist.Backend._plugins}
+
+
+class _World(distributed_c10d._World):
+    """Process groups apart from those that torch knows, which are variables of its module."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self, earlier: Any) -> None:
+        super().__init__()
+        # Calls on earlier groups are looked up here before the groups refuse them.
+        self.pg_map, self.pg_group_ranks = dict(earlier.pg_map), dict(earlier.pg_group_ranks)
+        self.pg_names, self.pg_backend_config = {}, {}
+        self.tags_to_pg, self.pg_to_tag = {}, {}
+
+
+@contextmanager
+def separate_world(
+    backend: str, create: Callable[..., dist.ProcessGroup], refused: Collection[str]
+) -> Iterator[None]:
+    """Let torch know no process groups within the block but those that it makes there, and restore
+    all that `init_process_group` and `destroy_process_group` change.
+
+    Args:
+        backend: name of the backend of new groups.
+        create: makes them, as a function for `register_backend`.
+        refused: methods that earlier groups have no more within the block.
+    """
+    devices = [*dist.Backend.default_device_backend_map]
+    world, init_method = distributed_c10d._world, distributed_c10d._default_pg_init_method
+    plugins, excepthook = dist.Backend._plugins, sys.excepthook
+    if backend not in dist.Backend.backend_list:
+        dist.Backend.register_backend(backend, create, extended_api=True, devices=devices)
+    plugin = dist.Backend._BackendPlugin(create, extended_api=True)
+    dist.Backend._plugins = {**plugins, backend.upper(): plugin}
+    distributed_c10d._world = _World(world)
+    distributed_c10d._unregister_all_process_groups()
+    methods = {name: vars(dist.ProcessGroup)[name] for name in refused if world.pg_map}
+    for name in methods:
+        setattr(dist.ProcessGroup, name, _refuse)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(dist.ProcessGroup, name, method)
+        distributed_c10d._world = world
+        distributed_c10d._default_pg_init_method = init_method
+        distributed_c10d._update_default_pg(world.default_pg)
+        for group, title in world.pg_names.items():
+            distributed_c10d._register_process_group(title, group)
+        dist.Backend._plugins, sys.excepthook = plugins, excepthook
+
+
+def _refuse(group: dist.ProcessGroup, *_: Any, **__: Any) -> None:
+    raise FddpError(
+        f"a collective on {group!r}, which was made before the check and is not simulated: leave "
+        f"group= out, or make groups within the step by torch.distributed.new_group"
+    )

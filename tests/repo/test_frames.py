@@ -470,7 +470,7 @@ CASES: dict[str, Case] = {
         lambda g: fddp.testing.check_replication(boom, replicated=[ONE]),
         LookupError,
         "check_replication",
-        "run",
+        "call_within",
         ("boom",),
     ),
 }

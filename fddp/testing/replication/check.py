@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import isroutine
 from typing import Any
 
-from torch import Generator
+from torch.nn import Module
 
 from fddp.errors import ReplicationError
 from fddp.extend import Site, counted, entrance, tree_flatten
+from fddp.testing.replication.allowed import GROWTH, REPEATS, check_names
+from fddp.testing.replication.exchange import exchanged
+from fddp.testing.replication.growth import check_growth
+from fddp.testing.replication.leaves import input_of
+from fddp.testing.replication.limits import Limit
 from fddp.testing.replication.lines import Lines, Origin, origin
 from fddp.testing.replication.observers import (
     Collective,
     Reads,
     first_difference,
     is_reduction,
+    is_sum,
     varying_reads,
 )
 from fddp.testing.replication.runs import RANDOM, RANK, Outcome, Program, program
-from fddp.testing.replication.values import growth, is_same, is_whole, leaves_of
+from fddp.testing.replication.values import Opaque, is_same, is_whole
 
-_EXTREMES = (math.nan, 1e6, 0.0)
+_EXTREMES = (math.nan, 1e6, 0.0, 10, 0)  # see `scaled`
 _READ_RUNS = 3
 _INVALID = "raised only with changed inputs; pass a function of the rank that makes valid ones"
 
@@ -35,6 +43,8 @@ def check_replication(
     replicated: Sequence[Any] = (),
     varying: Sequence[Any] = (),
     ranks: int = 2,
+    allow: Sequence[str] = (),
+    limit_s: float = 60.0,
 ) -> None:
     """Check, in one process and without ranks, that a training step keeps replicas equal.
 
@@ -50,18 +60,26 @@ def check_replication(
         replicated: inputs that are equal on all ranks: trees, modules, optimizers, generators.
             After the step they must still be equal, and so must the results: if there are n trees
             among them and the step returns a tuple, its first n elements; else all, unless there
-            are modules and optimizers alone. Without replicated inputs, all results.
+            are modules and optimizers alone, or all trees are changed in place. Without replicated
+            inputs, all results. Other objects are followed through their attributes.
         varying: inputs that each rank has for itself. Where another rank's are needed, elements are
-            put in another order, and floating ones made smaller; a function is called with the rank
-            instead. Growth with the number of ranks is not checked if a generator is among them,
-            because noise does not add up as values do, nor in steps with shards.
+            put in another order and made smaller, and integers and booleans are drawn from their
+            own values; a function is called with the rank instead. Text stays. Growth with the
+            number of ranks is not checked if a generator is among them, because noise does not add
+            up as values do, nor in steps with shards.
         ranks: number of ranks that the step seems to run on, as large as its meshes require.
+        allow: what is meant, as the messages name it: "growth" of state with the number of ranks,
+            such as that of an objective that is a sum; "repeats", collectives of equal values; and
+            paths of leaves and trees that may differ between ranks, such as "result['residual']".
+        limit_s: seconds of CPU time after which a run of the step is an error, as one of a million
+            calls of torch is. Runs with extreme inputs end earlier, without an error.
 
     Raises:
-        ReplicationError: a result or state differs between ranks; ranks would make different
-            collective calls; a mean is taken of equal values, or a sum; a result grows with the
-            number of ranks.
-        ValueError: a varying input has no numbers to change.
+        ReplicationError: a result or state differs between ranks, or can't be compared, or there is
+            none; ranks would make different collective calls; a mean is taken of equal values, or a
+            sum; a result grows with the number of ranks; a run does not end.
+        ValueError: a varying input has a leaf without other values, or an input can't be copied;
+            `allow` has an unknown name.
         Exception: an error of the step.
 
     Warns:
@@ -77,31 +95,71 @@ def check_replication(
     __tracebackhide__ = True
     if ranks < 2:
         raise ValueError(f"ranks={ranks}: replicas are at least two")
-    checked = program(step, replicated, varying, ranks)
-    reads = Reads()
-    usual = checked.run(frozenset(), reads=reads)
-    if usual.error is not None:
-        raise usual.error
-    other_reads = Reads()
-    other = checked.run(frozenset(checked.causes), earlier=usual.collectives, reads=other_reads)
+    checked = program(step, replicated, varying, ranks, Limit(limit_s))
+    checked.check_functions()
+    start_s = time.thread_time()
+    alone = checked.run(frozenset(), reads=Reads())
+    if alone.error is not None:
+        raise alone.error
+    short = _short(checked.limit, alone, time.thread_time() - start_s)
+    check_names(allow, [*alone.values, *alone.parts])
+    _check_compared(checked, alone.without(allow))
+    usual, other = (outcome.without(allow) for outcome in exchanged(checked, alone))
     read_at = varying_reads(usual.reads, other.reads)
     _check_collectives(usual, other, read_at)
+    if isinstance(other.error, ReplicationError):
+        raise other.error
     if other.error is not None:
         raise ReplicationError(f"the step {_INVALID}: {other.error!r}") from other.error
     _check_values(checked, usual, other, None)
+    _check_parts(checked, usual, other)
     others = [other]
     for factor in _EXTREMES:
-        extreme = checked.run(frozenset(checked.varying), earlier=usual.collectives, factor=factor)
+        extreme = checked.run(
+            frozenset(checked.varying), earlier=usual.collectives, factor=factor, limit=short
+        )
         _check_collectives(usual, extreme, read_at)
         if extreme.error is None:
-            _check_values(checked, usual, extreme, factor)
+            _check_values(checked, usual, extreme.without(allow), factor)
             others += [extreme] if math.isnan(factor) and checked.varying else []
-    _check_redundant(usual, others)
+    if REPEATS not in allow:
+        _check_redundant(usual, others)
     for seed in range(_READ_RUNS if read_at else 0):
-        misled = checked.run(frozenset(), earlier=usual.collectives, reads=Reads(read_at, seed))
+        misled = checked.run(
+            frozenset(), earlier=usual.collectives, reads=Reads(read_at, seed), limit=short
+        )
         _check_collectives(usual, misled, read_at)
-    _check_growth(checked, usual)
+    if GROWTH not in allow:
+        check_growth(checked, alone.without(allow))
     _warn_of_buffers(usual, other)
+
+
+def _short(limit: Limit, usual: Outcome, took_s: float) -> Limit:
+    """Limit of runs whose inputs may make a loop endless. They count up to there."""
+    return Limit(min(limit.seconds, 0.5 + 10 * took_s), 1000 + 10 * usual.torch_calls)
+
+
+# Nothing to compare
+
+
+def _check_compared(checked: Program, usual: Outcome) -> None:
+    __tracebackhide__ = True
+    for path, value in usual.values.items():
+        if isinstance(value, Opaque):
+            raise ReplicationError(
+                f"{path} can't be compared: {value.kind} has no attributes and no numbers that "
+                f"Python can read. Return tensors or numbers in its place, give the object that "
+                f"holds it a `state_dict`, or leave it out",
+                path=path,
+            )
+    if not usual.values and not usual.parts:
+        names = " and ".join(f"`{name}`" for name in checked.replicated)
+        changed = f" and changes nothing of {names} in place" if names else ""
+        raise ReplicationError(
+            f"nothing was compared: the step returns no numbers as new state{changed}. Return it, "
+            f"first and in the order of replicated=, or change it in place, with a learning rate "
+            f"that is not zero"
+        )
 
 
 # Different collectives
@@ -114,17 +172,18 @@ def _check_collectives(usual: Outcome, other: Outcome, read_at: frozenset[Site])
         return
     one, two = (_named(collective) for collective in difference)
     read = (
-        f"This depends on a number that differs between ranks, read at {_some(read_at)}; decide by "
-        f"one that is equal on all ranks, such as fddp.pmean(loss)"
+        f"This depends on a number that differs between ranks, read at {_some(read_at)}; call it "
+        f"on all ranks without a condition, or decide by a number that is equal on all of them, "
+        f"such as fddp.pmean(loss)"
         if read_at
-        else "This depends on the rank, or on the shapes of its inputs; make the same calls on all "
-        "ranks"
+        else "This depends on the rank, on values, or on shapes of inputs; call it on all ranks "
+        "without a condition"
     )
     first = difference[0] or difference[1]
     raise ReplicationError(
         f"ranks would make different collective calls, and hang or fail: one {one}, where another "
         f"{two}. {read}",
-        line="" if first is None else first.place,
+        line="" if first is None else first.called_at,
     )
 
 
@@ -151,10 +210,28 @@ def _check_values(checked: Program, usual: Outcome, other: Outcome, factor: floa
     through = "" if found is None else f" through\n  {found.source}      {found.place}\n"
     raise ReplicationError(
         f"{path}{also} differs between ranks: it depends on {_texts(causes)}{through or ' '}"
-        f"and no collective makes it equal; {_way_out(checked, causes, found, path)}",
+        f"and no collective makes it equal; {_way_out(checked, causes, found, path)}. If it may "
+        f"differ, pass allow=[{path!r}]",
         path=path,
         line="" if found is None else found.place,
     )
+
+
+def _check_parts(checked: Program, usual: Outcome, other: Outcome) -> None:
+    """Check that parts of DTensors, which differ between ranks, depend on no other varying input
+    than the rank."""
+    __tracebackhide__ = True
+    if not usual.parts:
+        return
+    own = checked.run(frozenset({RANK}), earlier=usual.collectives)
+    paths = _differing(own.parts, other.parts)
+    if paths:
+        raise ReplicationError(
+            f"{paths[0]}, this rank's part of a DTensor, depends on varying inputs or random "
+            f"numbers of this rank alone, and no collective reduced them; average the gradients. "
+            f"If it may differ, pass allow=[{paths[0]!r}]",
+            path=paths[0],
+        )
 
 
 def _differing(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
@@ -184,10 +261,13 @@ def _origin(
         lines = Lines()
         checked.run(others, earlier=usual.collectives, factor=factor, lines=lines)
         runs.append(lines)
-    name = path.partition("[")[0]
-    usual_lines, other_lines = runs
+    name = input_of(path)
     wanted = frozenset({name} if name in checked.replicated else ())
-    return origin(usual_lines, other_lines, wanted)
+    modules = [n for n, v in checked.replicated.items() if isinstance(v, Module)]
+    module = name if name in modules else next(iter(modules), "")
+    shape = tuple(getattr(usual.values.get(path), "shape", ()))
+    usual_lines, other_lines = runs
+    return origin(usual_lines, other_lines, wanted, shape, module)
 
 
 def _texts(causes: Sequence[str]) -> str:
@@ -213,18 +293,17 @@ def _way_out(checked: Program, causes: Sequence[str], found: Origin | None, path
     for cause in causes:
         if cause in checked.varying and _are_alike(checked.varying[cause], path, checked):
             return f"write {cause} = fddp.broadcast({cause}) before the first step"
-    carrier = "" if found is None or path.partition("[")[0] in checked.replicated else found.carrier
-    if carrier:
-        return f"write {carrier} = fddp.pmean({carrier}), or average by a GradSync"
-    return "average the gradients: grads = fddp.pmean(grads), or a step of a GradSync"
+    if found is not None and found.remedy:
+        return f"{found.remedy}, or average by a GradSync"
+    return "average the gradients by fddp.pmean, or by a step of a GradSync"
 
 
 def _are_alike(value: Any, path: str, checked: Program) -> bool:
     """Return True if a varying input has a leaf with the path of a result."""
     _, _, leaf = path.partition("[")
-    if checked.replicated or callable(value):
+    if checked.replicated:
         return False
-    paths = tree_flatten(value)[1].paths
+    paths = tree_flatten(value(0) if isroutine(value) else value)[1].paths
     return any(path and leaf.endswith(f"{path!r}]") for path in paths)
 
 
@@ -249,13 +328,14 @@ def _check_redundant(usual: Outcome, others: Sequence[Outcome]) -> None:
         ]
         if sums and all(_is_redundant(own, theirs, earlier) for own, theirs in sums):
             own = sums[0][0]
-            is_sum = "psum of" in own.text or "reduce_scatter of" in own.text
-            factor = "the number of ranks" if is_sum else "1, a second mean"
+            adds = is_sum(own.text) or "reduce_scatter of" in own.text
+            factor = "the number of ranks" if adds else "1, a second mean"
             after = f"; see {earlier[-1].call}" if earlier else ""
             raise ReplicationError(
                 f"{own.call} reduces values that are equal on all ranks already: the factor is "
-                f"{factor}{after}; remove one of the two",
-                line=own.place,
+                f"{factor}{after}; remove one of the two. If it is meant, pass "
+                f"allow=[{REPEATS!r}]",
+                line=own.called_at,
             )
         earlier += [own for own, _ in sums]
 
@@ -284,67 +364,6 @@ def _is_redundant(
         return True
     repeats = any(is_same(own.sent, one.result) for one in earlier)
     return repeats and derivatives < 2 and (has_spoiled or own.sent.numel() > 1)
-
-
-# Results that grow with the number of ranks
-
-
-def _check_growth(checked: Program, usual: Outcome) -> None:
-    """Check that no state grows if more ranks send the same. If the step sends other values
-    because it knows of them, that does not count unless the state also grows with sums of ranks
-    that it does not know of. Other results may be sums over ranks."""
-    __tracebackhide__ = True
-    replicated, varying = checked.inputs()
-    has_shards = any("reduce_scatter" in own.form for own in usual.collectives)
-    if has_shards or any(isinstance(leaf, Generator) for leaf in tree_flatten(varying)[0]):
-        return
-    on_more = checked._replace(ranks=2 * checked.ranks).run(frozenset())
-    if on_more.error is not None:
-        return  # the step has a mesh of its own
-    inputs = replicated | varying
-    state = {_shape(p, leaf) for n, v in inputs.items() for p, leaf in leaves_of(n, v)}
-    runs = [on_more]
-    if not _sends_the_same(usual, on_more):
-        runs.append(checked.run(frozenset(), sums=2))
-    found = [
-        path
-        for path, value in usual.values.items()
-        if path.partition("[")[0] in replicated or _shape(path, value) in state
-        if all(growth(value, run.values.get(path)) != 1.0 for run in runs)
-    ]
-    if not found:
-        return
-    sums = [
-        own
-        for own, theirs in zip(usual.collectives, on_more.collectives, strict=False)
-        if is_reduction(own) and growth(own.result, theirs.result) != 1.0 and "psum of" in own.text
-    ]
-    operators = (own for own in usual.collectives if is_reduction(own) and "bucket" not in own.text)
-    sums = sums or [*operators][:1]
-    what = f" through {sums[0].text}" if sums else ""
-    raise ReplicationError(
-        f"{found[0]} changes with the number of ranks, although all send the same{what}; write "
-        f"pmean for psum, or psum for pmean, or divide by group.size or by a sum over ranks",
-        path=found[0],
-        line=sums[0].place if sums else "",
-    )
-
-
-def _sends_the_same(usual: Outcome, on_more: Outcome) -> bool:
-    """Return True if the first reduction is an operator's, of values that do not depend on the
-    number of ranks."""
-    pairs = zip(usual.collectives, on_more.collectives, strict=False)
-    own, theirs = next((pair for pair in pairs if is_reduction(pair[0])), (None, None))
-    if own is None or theirs is None or own.text.startswith("bucket"):
-        return False
-    return is_same(own.sent, theirs.sent)
-
-
-def _shape(path: str, leaf: Any) -> Any:
-    """Shape of a leaf; of one element also the last key of its path."""
-    shape = getattr(leaf, "shape", ())
-    key = re.search(r"(\w+)'\]$", path)
-    return shape if math.prod(shape) > 1 else (shape, key and key[1])
 
 
 # Buffers

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fddp.testing.replication.values import digest
+from fddp.testing.replication.values import digest, shapes_of
 
 _LIBRARIES = tuple(
     f"{folder}/"
@@ -34,6 +34,7 @@ class Event(NamedTuple):
         frame, parent: numbers of its function call and of the calling one.
         code, line: its place; the line of the definition for the arguments of a call.
         digests: of local variables that it changed.
+        shapes: of the leaves of these variables.
     """
 
     frame: int
@@ -41,6 +42,7 @@ class Event(NamedTuple):
     code: CodeType
     line: int
     digests: dict[str, bytes | None]
+    shapes: dict[str, frozenset[tuple[int, ...]]]
 
 
 class Lines:
@@ -65,7 +67,7 @@ class Lines:
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         parent = None if frame.f_back is None else self._numbers.get(frame.f_back)
-        if parent is None or _is_library(frame.f_code.co_filename):
+        if parent is None or is_library(frame.f_code.co_filename):
             return None
         number = len(self._parents)
         self._numbers[frame], self._parents[number] = number, parent
@@ -84,7 +86,8 @@ class Lines:
         after = {name: digest(value) for name, value in frame.f_locals.items()} | more
         missing = object()
         new = {name: d for name, d in after.items() if before.get(name, missing) != d}
-        self.events.append(Event(number, self._parents[number], frame.f_code, line, new))
+        shapes = {name: shapes_of(frame.f_locals.get(name)) for name in new}
+        self.events.append(Event(number, self._parents[number], frame.f_code, line, new, shapes))
         self._last[number] = (frame.f_lineno, after)
 
 
@@ -94,12 +97,12 @@ class Origin(NamedTuple):
     Attributes:
         place: file and line.
         source: first line of the statement; "" if it is not known.
-        carrier: the variable by which different values reached the result; "" if there are several.
+        remedy: what to write there; "" if it is not known.
     """
 
     place: str
     source: str
-    carrier: str
+    remedy: str
 
 
 class _Step(NamedTuple):
@@ -110,25 +113,28 @@ class _Step(NamedTuple):
     equal: frozenset[str]  # with numbers, and equal before it
 
 
-def origin(lines: Lines, other: Lines, wanted: frozenset[str]) -> Origin | None:
+def origin(
+    lines: Lines, other: Lines, wanted: frozenset[str], shape: tuple[int, ...], module: str
+) -> Origin | None:
     """The statement at which different values entered a result.
 
     Args:
         lines, other: of two runs of a function.
         wanted: local variables of the function that differ in the end; the result if there are
             none.
+        shape: of the leaf that differs.
+        module: variable of the module that the function trains; "" if there is none.
     """
     steps = list(_compared(lines.events, other.events))
     chain = list(_chain(steps, 0, wanted or frozenset({_RESULT})))
-    found = _entry(steps, chain)
+    remedy = _remedy(steps, chain, shape, module)
+    found, text = (_entry(steps, chain), "") if remedy is None else remedy
     if found is None:
         return None
     statement = _statement(found.event.code, found.event.line)
     line = found.event.line if statement is None else statement.lineno
     source = linecache.getline(found.event.code.co_filename, line).strip()
-    carriers = next((link.carriers for link in chain if link.carriers), frozenset[str]())
-    carrier = next(iter(carriers)) if len(carriers) == 1 else ""
-    return Origin(f"{found.event.code.co_filename}:{line}", source, carrier)
+    return Origin(f"{found.event.code.co_filename}:{line}", source, text)
 
 
 def _compared(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_Step]:
@@ -151,7 +157,7 @@ def _compared(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_Ste
 
 class _Link(NamedTuple):
     step: _Step
-    carriers: frozenset[str]  # different variables that the line read, and did not assign
+    hit: frozenset[str]  # variables that it made different, and that led to wanted ones
     is_mixed: bool  # it read equal ones, too
     is_return: bool
 
@@ -165,12 +171,73 @@ def _chain(steps: Sequence[_Step], frame: int, wanted: frozenset[str]) -> Iterat
         statement = _statement(step.event.code, step.event.line)
         stored = frozenset[str]() if statement is None else _names(statement, ast.Store)
         reads = step.varying | step.equal if statement is None else _names(statement, ast.Load)
-        yield _Link(
-            step, (step.varying & reads) - stored, bool(reads & step.equal), hit == {_RESULT}
-        )
+        yield _Link(step, hit, bool(reads & step.equal), hit == {_RESULT})
         wanted = (wanted - (hit & (stored | {_RESULT}))) | (step.varying & reads)
         if not hit <= stored | {_RESULT}:
             wanted |= step.varying  # a method changed an object
+
+
+def _remedy(
+    steps: Sequence[_Step], chain: Sequence[_Link], shape: tuple[int, ...], module: str
+) -> tuple[_Step, str] | None:
+    """The first statement of a chain that made gradients, and what to write there. After a call of
+    `backward`, gradients are what is taken from the parameters."""
+    links = chain[::-1]
+    backward = [n for n, link in enumerate(links) if _calls_backward(link.step)]
+    start = backward[-1] + 1 if backward else 0
+    for link in links[start:]:
+        statement = _statement(link.step.event.code, link.step.event.line)
+        if statement is None or not (link.is_mixed or backward):
+            continue
+        if "grad" not in ast.unparse(statement):
+            inner = _returned(steps, link.step)
+            found = _remedy(steps, inner, shape, "")
+            if found is not None:
+                return found
+        names = _gradients(link, statement, shape)
+        named = [name for name in names if "grad" in name]
+        calls = [] if named else _gradient_calls(statement, link.step.varying)
+        if calls:
+            return link.step, f"write fddp.pmean({calls[0]}) for {calls[0]}"
+        if len(named or names) == 1:
+            name = (named or names)[0]
+            return link.step, f"write {name} = fddp.pmean({name}) after it"
+    if backward and module:
+        loop = f"for p in {module}.parameters(): p.grad = fddp.pmean(p.grad)"
+        return links[backward[-1]].step, f"write {loop} after it"
+    return None
+
+
+def _gradients(link: _Link, statement: ast.stmt, shape: tuple[int, ...]) -> list[str]:
+    """Variables that a statement made, that are no arguments, and that have a leaf of a shape.
+    What a statement changes, as an optimizer changes parameters, is no gradient."""
+    code, stored = link.step.event.code, _names(statement, ast.Store)
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return sorted(
+        name
+        for name in (link.hit & stored) - _names(statement, ast.Load) - {*arguments}
+        if shape in link.step.event.shapes.get(name, ())
+    )
+
+
+def _gradient_calls(statement: ast.stmt, varying: frozenset[str]) -> list[str]:
+    """Calls among the arguments of another that take gradients of different values, the outermost
+    one first."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    functions = [call.func for call in calls]
+    texts = [
+        ast.unparse(call)
+        for call in calls[1:]
+        if call not in functions
+        if varying & {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    ]
+    return [text for text in texts if "grad" in text]
+
+
+def _calls_backward(step: _Step) -> bool:
+    statement = _statement(step.event.code, step.event.line)
+    nodes = () if statement is None else ast.walk(statement)
+    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
 
 
 def _entry(steps: Sequence[_Step], chain: Sequence[_Link]) -> _Step | None:
@@ -185,12 +252,18 @@ def _entry(steps: Sequence[_Step], chain: Sequence[_Link]) -> _Step | None:
 
 def _within(steps: Sequence[_Step], step: _Step) -> _Step | None:
     """The line within a function of the user that the line called, if it returned the values."""
+    chain = _returned(steps, step)
+    return _entry(steps, chain) if chain else None
+
+
+def _returned(steps: Sequence[_Step], step: _Step) -> list[_Link]:
+    """Lines that led to what a line got from a function of the user; none if it called none."""
     for child in reversed(steps[: step.position]):
         if child.event.frame == step.event.frame:
-            return None
+            return []
         if child.event.parent == step.event.frame and _RESULT in child.new:
-            return _entry(steps, list(_chain(steps, child.event.frame, frozenset({_RESULT}))))
-    return None
+            return list(_chain(steps, child.event.frame, frozenset({_RESULT})))
+    return []
 
 
 def _is_entry(step: _Step) -> bool:
@@ -204,7 +277,7 @@ def _statement(code: CodeType, line: int) -> ast.stmt | None:
     found = [
         node for node in _statements(code.co_filename) if node.lineno <= line <= _last_line(node)
     ]
-    return max(found, key=lambda node: node.lineno, default=None)
+    return max(found, key=lambda node: (node.lineno, node.col_offset), default=None)
 
 
 @cache
@@ -239,5 +312,5 @@ def _listed(part: Any) -> list[Any]:
     return [] if part is None else part if isinstance(part, list) else [part]
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
     return filename.startswith(("<frozen", *_LIBRARIES)) or "-packages/" in filename

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import sysconfig
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +20,7 @@ from fddp.extend import Operation, Rendezvous, Site, call_site
 _BUCKET = re.compile(r"^bucket \d+ \(.*?\) of ")
 _FACTORS = (1e-9, 1e9)
 _OWN = f"{Path(__file__).parents[2]}/"
+_PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _READING = frozenset(
     ("item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose")
 )
@@ -44,6 +46,13 @@ class Collective(NamedTuple):
     def place(self) -> str:
         """Line of the user's code, as text."""
         return str(self.site)
+
+    @property
+    def called_at(self) -> str:
+        """Line of the operator; of a derivative that of the operator whose derivative it is. The
+        user's line if that is one of an installed package."""
+        named = re.search(r", called at (\S+:\d+)", self.text)
+        return named[1] if named and "-packages/" not in named[1] else self.place
 
     @property
     def text(self) -> str:
@@ -80,10 +89,11 @@ class Transfers:
         if operation.fixed_size:
             return result  # of the library's own data, which ranks compare
         number, sent = len(self.collectives), operation.tensor.clone()
-        own = Collective(rendezvous, str(operation), call_site(), sent, result.clone())
+        own = Collective(rendezvous, str(operation), call_site(*_PACKAGES), sent, result.clone())
         self._replays &= number < len(self._earlier) and own.is_like(self._earlier[number])
         self.collectives.append(own)
         if self._replays and operation.kind != "all_to_all":  # each rank gets another part
+            self.collectives[-1] = own._replace(result=self._earlier[number].result)
             return self._earlier[number].result
         return result * self._factor if self._factor > 1 and self._is_sum() else result
 
@@ -92,7 +102,14 @@ class Transfers:
         if not is_reduction(self.collectives[-1]):
             return False
         others = (own for own in reversed(self.collectives) if not is_reduction(own))
-        return "psum of" in next((own.rendezvous.what for own in others), "")
+        handshake = next((own.rendezvous.what for own in others), "")
+        return is_sum(self.collectives[-1].rendezvous.what or handshake)
+
+
+def is_sum(what: str) -> bool:
+    """Return True for the description of a sum that is asked for as one. Within a mean, a sum is
+    divided later."""
+    return "psum of" in what or "(SUM) of" in what
 
 
 def first_difference(
@@ -145,7 +162,7 @@ class Reads(TorchFunctionMode):
         if isinstance(value, bool):
             return (self._usual > 1) == usual
         if isinstance(value, int):
-            return value + 1 if (self._usual > 1) == usual else max(value - 1, 0)
+            return 10 * value + 1 if (self._usual > 1) == usual else 0
         return value * (self._usual if usual else 1 / self._usual)
 
 

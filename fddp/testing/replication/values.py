@@ -1,67 +1,108 @@
-"""Values of a run: their leaves, their bits, and inputs as another rank may have them."""
+"""Values of a run: snapshots of leaves, and their bits."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import pickle
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-import fddp
-from fddp.extend import to_array, tree_flatten
-
-_SEED = 20260101
+from fddp.testing.replication.leaves import CONSTANTS, RANDOM_STATES, leaves_of
 
 
-def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Paths and leaves of a value: of a tree, or of the state of a module or optimizer."""
-    if isinstance(value, torch.nn.Module):
-        tree: Any = dict(value.named_parameters())
-    elif callable(getattr(value, "state_dict", None)):
-        tree = value.state_dict()
-    else:
-        tree = value
-    leaves, treedef = tree_flatten(tree)
-    for path, leaf in zip(treedef.paths, leaves, strict=True):
-        yield f"{name}[{path!r}]" if path else name, leaf
+class Part(NamedTuple):
+    """Snapshot of this rank's part of a DTensor."""
+
+    local: Tensor
+
+
+class Opaque(NamedTuple):
+    """Snapshot of a leaf that can't be compared."""
+
+    kind: str
 
 
 def snapshot(leaf: Any) -> Any:
-    """Copy of a leaf that later writes do not change: a tensor, number or text; None for others."""
+    """Copy of a leaf that later writes do not change: a tensor, a constant or bytes; `Part` for a
+    DTensor of which each rank holds another part, and `Opaque` for what can't be compared."""
+    if isinstance(leaf, DTensor):
+        own = snapshot(leaf.to_local())
+        return own if all(p.is_replicate() for p in leaf.placements) else Part(own)
     if isinstance(leaf, Tensor):
         dense = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
         return dense.resolve_conj().resolve_neg().cpu().clone()
     if isinstance(leaf, torch.Generator):
         return leaf.get_state()
-    if isinstance(leaf, bool | int | float | complex | str):
+    if isinstance(leaf, RANDOM_STATES):
+        return pickle.dumps(leaf)
+    if isinstance(leaf, CONSTANTS):
         return leaf
-    if hasattr(leaf, "__array__"):  # of NumPy or JAX
-        return torch.from_numpy(np.array(leaf))
-    return None
+    if hasattr(leaf, "__array__"):
+        return _of_array(leaf)
+    return Opaque(f"{type(leaf).__module__}.{type(leaf).__qualname__}")
 
 
 def is_same(leaf: Any, other: Any) -> bool:
     """Return True if two snapshots have the same bits."""
+    if isinstance(leaf, Part) and isinstance(other, Part):
+        leaf, other = leaf.local, other.local
     if not (isinstance(leaf, Tensor) and isinstance(other, Tensor)):
         return type(leaf) is type(other) and (leaf == other or leaf != leaf)
     return leaf.dtype == other.dtype and leaf.shape == other.shape and _bits(leaf) == _bits(other)
 
 
+def has_content(leaf: Any) -> bool:
+    """Return True if a snapshot is of numbers, or of what can't be compared."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() > 0
+    return isinstance(leaf, int | float | complex | Opaque) and not isinstance(leaf, Enum)
+
+
 def digest(value: Any) -> bytes | None:
     """Digest of the numbers of a value, gradients included; None if it has none."""
     try:
-        found = [snapshot(leaf) for leaf in _with_gradients(value)]
+        leaves = [leaf for _, leaf in leaves_of("", value)]
+        gradients = [leaf.grad for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf]
+        found = [snapshot(leaf) for leaf in (*leaves, *gradients)]
     except Exception:  # of any object that a local variable may hold
         return None
+    found = [leaf for leaf in found if not isinstance(leaf, Opaque)]
     if all(leaf is None for leaf in found):
         return None
     total = hashlib.blake2b(digest_size=16)
     for leaf in found:
         total.update(_bits(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
     return total.digest()
+
+
+def shapes_of(value: Any) -> frozenset[tuple[int, ...]]:
+    """Shapes of the leaves of a value."""
+    try:
+        return frozenset(tuple(getattr(leaf, "shape", ())) for _, leaf in leaves_of("", value))
+    except Exception:  # of any object that a local variable may hold
+        return frozenset()
+
+
+def may_be_one_of(result: Any, trees: Sequence[Any]) -> bool:
+    """Return True if a result may take the place of one of several trees: if it has a leaf of the
+    kind and shape of one of theirs. A loss takes that of no parameters, which are only read then,
+    and of no learning rate that is a number."""
+    kinds = {_kind(path, leaf) for tree in trees for path, leaf in leaves_of("", tree)}
+    return any(_kind(path, leaf) in kinds for path, leaf in leaves_of("", result))
+
+
+def _kind(path: str, leaf: Any) -> Any:
+    shape = tuple(getattr(leaf, "shape", ()))
+    key = path if all(size == 1 for size in shape) else ""
+    kind = type(leaf) if not hasattr(leaf, "shape") else None
+    return shape, key, kind
 
 
 def is_whole(tensor: Tensor) -> bool:
@@ -83,66 +124,18 @@ def growth(value: Any, on_more: Any) -> float:
     return float(after.norm() / before.norm()) if most else float("inf")
 
 
-def changed(value: Any, change_: Callable[[Tensor], None], factor: float = 1.0) -> Any:
-    """An input with other numbers.
-
-    Tensors, arrays of NumPy and modules are changed in place, so that what refers to them follows.
-
-    Args:
-        value: the input.
-        change_: changes a tensor.
-        factor: factor on Python's floating-point numbers.
-    """
-
-    def leaf_of(leaf: Any) -> Any:
-        if isinstance(leaf, torch.nn.Module):
-            for tensor in (*leaf.parameters(), *leaf.buffers()):
-                change_(tensor)
-        elif isinstance(leaf, Tensor):
-            change_(leaf)
-        elif isinstance(leaf, np.ndarray):
-            change_(torch.from_numpy(leaf))
-        elif isinstance(leaf, torch.Generator):
-            leaf.manual_seed(leaf.initial_seed() + 1)
-        elif isinstance(leaf, float):
-            return leaf * factor
-        elif hasattr(leaf, "__array__") and hasattr(leaf, "at"):  # of JAX
-            other = torch.from_numpy(np.array(leaf))
-            change_(other)
-            return to_array(other)
-        return leaf
-
-    return fddp.tree_map(leaf_of, value)
-
-
-@torch.no_grad()
-def shuffle_(tensor: Tensor) -> None:
-    """Put elements in another order, and make floating ones smaller. Integers keep their values, so
-    that labels stay labels."""
-    generator = torch.Generator().manual_seed(_SEED)
-    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-    flat = tensor.detach().reshape(-1)[order]
-    if flat.is_floating_point() or flat.is_complex():
-        factors = 0.5 + 0.4 * torch.rand(len(order), generator=generator, dtype=torch.float64)
-        flat = flat * factors.to(flat.device, flat.real.dtype if flat.is_complex() else flat.dtype)
-    tensor.detach().copy_(flat.view(tensor.shape))
-
-
-@torch.no_grad()
-def scale_(tensor: Tensor, factor: float) -> None:
-    """Multiply floating-point elements by a factor, such as NaN."""
-    if tensor.is_floating_point():
-        tensor.detach().mul_(factor)
-
-
-def _with_gradients(value: Any) -> Iterator[Any]:
-    held = [param for _, param in leaves_of("", value)]
-    if isinstance(value, torch.optim.Optimizer):
-        held += [param for group in value.param_groups for param in group["params"]]
-    for leaf in held:
-        yield leaf
-        if isinstance(leaf, Tensor) and leaf.is_leaf:
-            yield leaf.grad
+def _of_array(leaf: Any) -> Any:
+    """Snapshot of an array of NumPy or JAX."""
+    try:
+        array = np.array(leaf)
+    except TypeError:  # keys of JAX
+        return _of_array(sys.modules["jax"].random.key_data(leaf))
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # no dtype of torch
+        if array.dtype.hasobject:
+            return Opaque(f"array of {array.dtype}")
+        return str(array.dtype), array.shape, array.tobytes()
 
 
 def _bits(tensor: Tensor) -> bytes:

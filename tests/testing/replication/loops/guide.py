@@ -1,6 +1,6 @@
 """Training loops that keep replicas equal, after the README, the guide, the examples and notebooks.
 
-A loop makes a few steps, and returns what must be equal on all ranks. `LOOPS` has their inputs.
+A loop makes a few steps, and returns what must be equal on all ranks.
 """
 
 # Loops are written as on the pages: short names, no types, and functions that are called at once.
@@ -9,70 +9,33 @@ A loop makes a few steps, and returns what must be equal on all ranks. `LOOPS` h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import jax
-import jax.numpy as jnp
 import optax
 import torch
 import torchopt
 from torch.func import functional_call, grad, grad_and_value, jvp, vjp, vmap
-from torch.nn.functional import linear, mse_loss
+from torch.nn.functional import mse_loss
 
 import fddp
 from examples import dp_sgd, ensemble, hvp_cg, maml, physics
 from fddp import averaging, periodic
-
-
-def init_params(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "layers": [
-            {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
-            for shapes in ({"weight": (8, 4), "bias": (8,)}, {"weight": (1, 8), "bias": (1,)})
-        ]
-    }
-
-
-def make_batch(seed, rows=6):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 4, generator=generator)
-    return x, x.sum(dim=1, keepdim=True)
-
-
-def make_batches(rank):
-    return [make_batch(10 * number + rank, rows=6 + 2 * rank) for number in range(2)]
-
-
-def loss_fn(params, batch):
-    x, y = batch
-    first, last = params["layers"]
-    hidden = torch.tanh(linear(x, first["weight"], first["bias"]))
-    return (linear(hidden, last["weight"], last["bias"]) - y).square().mean()
-
-
-def descend(params, grads):
-    return fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
-
-
-def jax_params():
-    return {"weight": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.zeros(3)}
-
-
-def jax_batches(rank):
-    return [jax.random.normal(jax.random.key(10 * number + rank), (6, 4)) for number in range(2)]
-
-
-def jax_loss(params, x):
-    return jnp.square(jnp.tanh(x @ params["weight"] + params["bias"]) - x[:, :3]).mean()
-
-
-def make_module(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
+from tests.testing.replication.loops.inputs import (
+    LOCAL,
+    MEANS,
+    NOISE,
+    OWN,
+    ROUNDED,
+    Loop,
+    descend,
+    init_params,
+    jax_batches,
+    jax_loss,
+    jax_params,
+    loss_fn,
+    make_batches,
+    make_module,
+    module_with,
+)
 
 # The README and the guide
 
@@ -422,54 +385,45 @@ def heat_equation(params, points, group):
     return params
 
 
-class Loop(NamedTuple):
-    """A loop with its inputs."""
-
-    fn: Callable[..., Any]
-    replicated: tuple[Any, ...]
-    varying: tuple[Any, ...]
-
-
-def _module_with(optimizer: Any) -> tuple[Any, ...]:
-    module = make_module(0)
-    return module, optimizer(module.parameters(), lr=0.01)
-
-
 def loops() -> list[Loop]:
-    """All loops with new inputs."""
+    """All with new inputs."""
     params, uneven_batches = init_params(0), lambda rank: make_batches(rank)[: 1 + rank]
-    own = [
-        *(Loop(fn, (), (init_params, make_batches)) for fn in (readme, readme_grad_sync)),
-        *(
-            Loop(fn, (params,), (make_batches,))
-            for fn in (
-                *(existing_gradients, clipped, accumulated, weighted, mean_of_counts, mean_loss),
-                *(logged, backward, compressed, deterministic, local_sgd, diloco),
-                *(torchopt_chain, torchopt_adam),
-            )
-        ),
-        Loop(uneven, (params,), (uneven_batches,)),
-        Loop(sharded, (torch.ones(4),), (make_batches,)),
-        *(Loop(fn, (jax_params(),), (jax_batches,)) for fn in (optax_adam, optax_chain, jitted)),
-        Loop(wrapper_of_own, (), (lambda rank: rank, make_batches)),
-    ]
-    for fn in (module_and_optimizer, wrapper, hand_made):
-        for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-            own.append(Loop(fn, _module_with(optimizer), (make_batches(0),)))
     tasks = lambda rank: maml.make_tasks(waves=rank, points=rank)  # noqa: E731
     w = {
         "w": torch.full((12,), 0.1, dtype=torch.float64),
         "b": torch.zeros((), dtype=torch.float64),
     }
     return [
-        *own,
-        Loop(maml_own_tasks, (), (maml.init_params, tasks)),
-        Loop(maml_spread_tasks, (maml.init_params(0),), (tasks,)),
-        Loop(newton_cg, (w,), (hvp_cg.make_batch,)),
-        Loop(hessian_product, (w,), (hvp_cg.make_batch,)),
-        Loop(private, (dp_sgd.init_params(),), (dp_sgd.make_batch(0), dp_sgd.noise_of)),
-        Loop(clipped_sums, (dp_sgd.init_params(),), (dp_sgd.make_batch(0),)),
-        Loop(ensemble_of_models, (), (ensemble.init_params, ensemble.make_batch)),
-        Loop(vmapped, (ensemble.init_params(0),), (ensemble.make_batch,)),
-        Loop(heat_equation, (physics.init_params(0),), (physics.make_points,)),
+        *(Loop(fn, (), (init_params, make_batches), OWN) for fn in (readme, readme_grad_sync)),
+        *(
+            Loop(fn, (params,), (make_batches,), MEANS)
+            for fn in (
+                *(existing_gradients, clipped, accumulated, mean_loss, logged, backward),
+                *(deterministic, torchopt_chain, torchopt_adam),
+            )
+        ),
+        *(Loop(fn, (params,), (make_batches,)) for fn in (weighted, mean_of_counts)),
+        Loop(compressed, (params,), (make_batches,), ROUNDED),
+        *(Loop(fn, (params,), (make_batches,), LOCAL) for fn in (local_sgd, diloco)),
+        Loop(uneven, (params,), (uneven_batches,), OWN),
+        Loop(sharded, (torch.ones(4),), (make_batches,), MEANS),
+        Loop(optax_adam, (jax_params(),), (jax_batches,)),
+        *(Loop(fn, (jax_params(),), (jax_batches,), MEANS) for fn in (optax_chain, jitted)),
+        Loop(wrapper_of_own, (), (lambda rank: rank, make_batches), OWN),
+        *(
+            Loop(fn, module_with(optimizer), (make_batches(0),), MEANS, name=optimizer.__name__)
+            for fn in (module_and_optimizer, wrapper, hand_made)
+            for optimizer in (torch.optim.SGD, torch.optim.AdamW)
+        ),
+        Loop(maml_own_tasks, (), (maml.init_params, tasks), OWN),
+        Loop(maml_spread_tasks, (maml.init_params(0),), (tasks,), OWN),
+        *(
+            Loop(fn, (w,), (hvp_cg.make_batch,), MEANS, is_forward=True)
+            for fn in (newton_cg, hessian_product)
+        ),
+        Loop(private, (dp_sgd.init_params(),), (dp_sgd.make_batch(0), dp_sgd.noise_of), NOISE),
+        Loop(clipped_sums, (dp_sgd.init_params(),), (dp_sgd.make_batch(0),), MEANS),
+        Loop(ensemble_of_models, (), (ensemble.init_params, ensemble.make_batch), OWN),
+        Loop(vmapped, (ensemble.init_params(0),), (ensemble.make_batch,), OWN),
+        Loop(heat_equation, (physics.init_params(0),), (physics.make_points,), is_forward=True),
     ]
