@@ -6,15 +6,16 @@ reports a bug in fddp. Errors that concern the whole group are raised on every r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 #: also names of `fddp`
 __all__ = [
-    "ClosedError", "DesyncError", "FddpError", "HookError", "InternalError", "LossError",
-    "NoGradientError", "NonFiniteError", "PeerError", "PlanMismatchError", "RankLostError",
-    "ReentryError", "ReplicationError", "ScheduleError", "SyncTimeoutError", "TransformError",
-    "TreeMismatchError", "UnevenError", "WeightError",
+    "ClosedError", "DesyncError", "EquivalenceError", "FddpError", "HookError", "InternalError",
+    "LossError", "NoGradientError", "NonFiniteError", "PeerError", "PlanMismatchError",
+    "RankLostError", "ReentryError", "ReplicationError", "ScheduleError", "SyncTimeoutError",
+    "TransformError", "TreeMismatchError", "UnevenError", "WeightError",
 ]  # fmt: skip
 
 _LONGEST_TEXT = 8000  # characters
@@ -164,6 +165,22 @@ class ReplicationError(FddpError):
         super().__init__(message)
         self.path = path
         self.line = line
+
+
+class EquivalenceError(FddpError):
+    """A training step does not do on several ranks what it does on one device with the whole batch.
+    Raised by `fddp.testing.check_equivalence`.
+
+    Attributes:
+        path: path of a leaf of the state, or of the results, that differs.
+        ratio: change of the leaf on several ranks, divided by that on one device; NaN if they are
+            not proportional.
+    """
+
+    def __init__(self, message: str, *, path: str = "", ratio: float = math.nan) -> None:
+        super().__init__(message)
+        self.path = path
+        self.ratio = ratio
 
 
 class _FailedOperation(FddpError):  # noqa: N818 - a private base class

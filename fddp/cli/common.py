@@ -32,6 +32,7 @@ _EXTRAS = {
     "rich": ("rich", "demo"),
     "sklearn": ("scikit-learn", "demo"),
     "matplotlib": ("matplotlib", "viz"),
+    "hypothesis": ("hypothesis", "testing"),
 }
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 import fddp
-from fddp.cli import flight, plan, simulate
+from fddp.cli import check, flight, plan, simulate
 from fddp.cli.common import CallError
 from fddp.cli.demo import command as demo
 from fddp.extend import suggestion
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "fddp") -> int:
     version = f"fddp {fddp.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, plan, simulate, flight):
+    for command in (demo, plan, simulate, flight, check):
         command.add(commands)
     return run(parser, argv)
 

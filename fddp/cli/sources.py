@@ -52,28 +52,46 @@ def load(source: str) -> Any:
     Raises:
         CallError: the name is wrong, or its code raises.
     """
+    found = find(source, "a tree, an nn.Module, or a function that returns one")
+    if not callable(found) or isinstance(found, nn.Module):
+        return found
+    return call(found, source)
+
+
+def find(source: str, wanted: str) -> Any:
+    """Return the object of a name, of which the text of errors is what is `wanted`.
+
+    Raises:
+        CallError: the name is wrong, or the code of its module raises.
+    """
     where, colon, name = source.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise CallError(
-            f"{source!r} must be package.module:name or file.py:name, where name is a tree, an "
-            f"nn.Module, or a function that returns one"
+            f"{source!r} must be package.module:name or file.py:name, where name is {wanted}"
         )
     module = _load_module(where)
     if not hasattr(module, name):
         raise CallError(f"{where!r} has no {name!r}{suggestion(name, vars(module))}")
-    found = getattr(module, name)
-    if not callable(found) or isinstance(found, nn.Module):
-        return found
-    needed = _needed_arguments(found)
+    return getattr(module, name)
+
+
+def call(function: Callable[[], Any], source: str) -> Any:
+    """Return the result of a function that a source names.
+
+    Raises:
+        CallError: it needs arguments, or raises.
+    """
+    needed = _needed_arguments(function)
     if needed:
+        name = source.rpartition(":")[2]
         raise CallError(
             f"{source} needs the arguments {', '.join(needed)}, and is called without any; name a "
             f"function that calls it, such as: def make(): return {name}(...)"
         )
     try:
-        return found()
+        return function()
     except (Exception, SystemExit) as error:
-        raise CallError(f"{source} raised {_described(error)}") from error
+        raise CallError(f"{source} raised {described(error)}") from error
 
 
 def read(path: str) -> str:
@@ -108,7 +126,7 @@ def _load_module(where: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if not is_file and missing is not None and f"{where}.".startswith(f"{missing}."):
             raise CallError(f"there is no module {missing!r}") from error
-        raise CallError(f"importing {where!r} raised {_described(error)}") from error
+        raise CallError(f"importing {where!r} raised {described(error)}") from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -123,7 +141,7 @@ def _load_file(path: str) -> ModuleType:
     return module
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Return the error and its location in one line."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,7 @@
 """Tests of code that synchronises gradients. Requires `pip install fddp[testing]`.
 
-`check_replication` finds out, in one process, whether a training step keeps replicas equal.
+`check_replication` finds out, in one process, whether a training step keeps replicas equal, and
+`check_equivalence` whether it does on several ranks what it does on one device.
 Hypothesis strategies: `param_trees`, `gradients`, `plans`, `topologies`, `schedules`, `arrivals`.
 Assertions: `assert_mean`, `assert_schedule_ok`, `assert_same_collectives`, `assert_overlap`.
 `check_gradients` compares derivatives of functions that communicate with finite differences, and
@@ -35,6 +36,7 @@ from fddp import loopback as loopback
 from fddp.testing.adjoint import check_adjoint as check_adjoint
 from fddp.testing.adjoint import check_gradients as check_gradients
 from fddp.testing.adjoint import pulling_back as pulling_back
+from fddp.testing.equivalence import check_equivalence as check_equivalence
 from fddp.testing.laws import assert_same_collectives as assert_same_collectives
 from fddp.testing.laws import assert_schedule_ok as assert_schedule_ok
 from fddp.testing.means import assert_mean as assert_mean

@@ -1,0 +1,1 @@
+"""Public faults of losses, clips, accumulation and counts: right on one rank, wrong on several."""
