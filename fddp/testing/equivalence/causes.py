@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ from fddp.testing.replication.values import is_same
 BatchNorm: TypeAlias = BatchNorm1d | BatchNorm2d | BatchNorm3d
 
 _CLOSE = 1e-3
+_SAME = 1e-4  # ratios of two ranks that are near 1 add up to nearly 2 by accident
 _FACTORS = (1.0, 1e3, 1e-3)  # on the batch; small numbers stay below limits of clips
 
 
@@ -141,16 +142,23 @@ def _of_replicas(case: Case) -> str:
         ratios = [ratio_of(own, change(case.before, values, path)) for values in case.many]
         if all(math.isfinite(ratio) and ratio for ratio in ratios):
             total = sum(1.0 / ratio for ratio in ratios)
-            if _is_close(total, 1.0) or _is_close(total, case.ranks):
+            if any(abs(total - wanted) <= _SAME * wanted for wanted in (1.0, case.ranks)):
                 factors = " and ".join(f"{ratio:.3g}" for ratio in ratios)
                 return (
                     f"a count of this rank divides what is summed over ranks (the ranks have "
                     f"{factors} times the change): divide by the count of all ranks, "
                     f"fddp.psum(count)"
                 )
+            if abs(sum(ratios) - 1.0) <= _SAME:
+                shares = " and ".join(f"{ratio:.3g}" for ratio in ratios)
+                return (
+                    f"each rank has a part of a sum, such as a count of its rows (the ranks have "
+                    f"{shares} of the change): add them up, fddp.psum(count)"
+                )
     return (
         "the ranks differ from each other, because a gradient is not averaged, or state is of this "
-        "rank alone: check_replication finds the line"
+        "rank alone: check_replication finds the line, by functions of the rank if it depends on "
+        "the number of rows"
     )
 
 
@@ -180,22 +188,29 @@ def _of_factors(case: Case) -> str:
                 f"its squares"
             )
         if _has_factor(case, repeats, ranks, 1 / n):
-            return _mean_text(case, _has_factor(case, once, repeats, n))
+            averaged = case._replace(paths=[*_with_factor(case, repeats, ranks, 1 / n)])
+            return _mean_text(averaged, _has_factor(case, once, repeats, n))
     return ""
 
 
 def _has_factor(
     case: Case, ones: tuple[Values, Values], others: tuple[Values, Values], factor: float
 ) -> bool:
-    """Return True if two runs differ by a factor times as much as two others, in some value that
-    depends on the batch by more than a small part of its change."""
+    """Return True if two runs differ by a factor times as much as two others, in some value."""
+    return any(True for _ in _with_factor(case, ones, others, factor))
+
+
+def _with_factor(
+    case: Case, ones: tuple[Values, Values], others: tuple[Values, Values], factor: float
+) -> Iterator[str]:
+    """Paths of values in which two runs differ by a factor times as much as two others, and that
+    depend on the batch by more than a small part of their change."""
     for path in case.paths:
         own, changed = change(*ones, path), change(case.before, ones[1], path)
         if own is None or changed is None or own.norm() < _CLOSE * changed.norm():
             continue
         if _is_close(ratio_of(own, change(*others, path)), factor):
-            return True
-    return False
+            yield path
 
 
 def _sum_text(n: int, grows_with_rows: bool) -> str:
@@ -349,7 +364,8 @@ def _batch_norms(state: dict[str, Any]) -> list[BatchNorm]:
 def _agree(case: Case, one: Values, other: Values, path: str) -> bool:
     """Return True if two values differ by a small part of the difference to explain, or by
     rounding."""
-    most = max(_CLOSE * case.apart(path), _CLOSE**-1 * rounding(one.get(path)))
+    apart = case.apart(path)  # infinite for integers, of which any difference counts
+    most = max(_CLOSE * apart if apart < math.inf else 0.0, _CLOSE**-1 * rounding(one.get(path)))
     return difference(one.get(path), other.get(path)) <= most
 
 

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 import fddp
 from fddp.extend import LoopbackGroup, in_turns, tree_flatten
-from fddp.testing.replication.leaves import leaves_of
+from fddp.testing.replication.leaves import copied, is_leaf, leaves_of
 from fddp.testing.replication.values import Opaque, snapshot
 
 Values = dict[str, Any]
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
         """
 
         def of_rank(group: LoopbackGroup) -> list[Values]:
-            state, more = copy.deepcopy(self.state), {"group": group} if self.takes_group else {}
+            state, more = copied(self.state), {"group": group} if self.takes_group else {}
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed)
@@ -113,11 +113,22 @@ def _after(state: dict[str, Any], result: Any) -> tuple[dict[str, Any], dict[str
     returned anew, first and in order, or written in place."""
     trees = [n for n, v in state.items() if not callable(getattr(v, "state_dict", None))]
     if len(trees) == 1 and _paths(result) == _paths(state[trees[0]]):
-        return state | {trees[0]: result}, {}
-    if trees and _is_tuple(result) and len(result) >= len(trees):
+        if _may_follow(state[trees[0]], result):
+            return state | {trees[0]: result}, {}
+    elif (
+        trees
+        and _is_tuple(result)
+        and len(result) >= len(trees)
+        and all(map(_may_follow, (state[name] for name in trees), result))
+    ):
         further = {f"result[{k}]": v for k, v in enumerate(result) if k >= len(trees)}
         return state | dict(zip(trees, result, strict=False)), further
     return state, {"result": result}
+
+
+def _may_follow(own: Any, result: Any) -> bool:
+    """Return True unless an object would be followed by a value of another type, such as a loss."""
+    return _paths(own) != ("",) or is_leaf(own) or type(result) is type(own)
 
 
 def _is_tuple(result: Any) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import weakref
 from collections.abc import Iterator
 from enum import Enum
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fddp.extend import tree_flatten
+
+_T = TypeVar("_T")
 
 RANDOM_STATES = (random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers, beside `torch.Generator`."""
@@ -63,6 +66,23 @@ def leaves_of(
                 yield at, leaf
             for part, content in (parts_of or {}).items():
                 yield from leaves_of(f"{at}{part}", content, visited)
+
+
+def copied(value: _T) -> _T:
+    """A deep copy, in which what is shared stays shared.
+
+    Pickle, and so `deepcopy`, takes no other attributes of an optimizer than its groups and state,
+    although `torch.optim.LBFGS` has some that it needs.
+    """
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(value, memo)
+    for own in [*memo.get(id(memo), ())]:
+        if isinstance(own, torch.optim.Optimizer):
+            other = memo[id(own)]
+            for name in ("_params", "_numel_cache"):
+                if name in vars(own) and name not in vars(other):
+                    setattr(other, name, copy.deepcopy(vars(own)[name], memo))
+    return result
 
 
 def is_leaf(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fddp.extend import mirrored, mirrored_process_group
 from fddp.testing.replication.allowed import is_allowed
 from fddp.testing.replication.inputs import of_another_rank, scaled
-from fddp.testing.replication.leaves import buffers_of, gradients_of, leaves_of
+from fddp.testing.replication.leaves import buffers_of, copied, gradients_of, leaves_of
 from fddp.testing.replication.limits import NO_LIMIT, Limit, call_within
 from fddp.testing.replication.lines import Lines
 from fddp.testing.replication.observers import Collective, Read, Reads, Transfers
@@ -224,7 +224,7 @@ def _check_is_of_no_group(name: str, value: Any) -> None:
 def _copies(replicated: dict[str, Any], varying: dict[str, Any]) -> Any:
     """Copies of both, in which what they share stays shared."""
     try:
-        return copy.deepcopy((replicated, varying))
+        return copied((replicated, varying))
     except Exception as error:
         raise ValueError(
             f"the inputs {', '.join(f'`{name}`' for name in (*replicated, *varying))} can't be "

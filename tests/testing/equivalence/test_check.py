@@ -14,7 +14,7 @@ import torch
 from torch.func import grad
 
 import fddp
-from fddp.testing import check_equivalence
+from fddp.testing import check_equivalence, check_replication
 from tests.testing.equivalence.steps import batch_norm_module, micro_batches, rows
 from tests.testing.replication.loops import descend, init_params, loss_fn
 
@@ -216,3 +216,83 @@ def test_inputs_and_global_state_stay_as_they_were() -> None:
     assert torch.get_default_dtype() == torch.float32
     assert params["w"].tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(x, X)
+
+
+class Trainer:
+    """An object that holds all state, and is changed in place."""
+
+    def __init__(self) -> None:
+        self.w, self.rows = torch.ones(3), 0
+
+
+@pytest.mark.parametrize("result", [None, 1.0, (1.0, 2.0)], ids=str)
+def test_objects_changed_in_place_are_not_followed_by_other_results(result) -> None:
+    def step(trainer, x):
+        count = fddp.psum(torch.tensor(len(x)))
+        grads = grad(lambda w: (x @ w).square().sum())(trainer.w)
+        trainer.w = trainer.w - 0.1 * fddp.psum(grads) / count
+        trainer.rows += int(count)
+        return result
+
+    check_equivalence(step, (Trainer(),), (X,))
+
+
+def optimizer_of_closures() -> Any:
+    module = torch.nn.Linear(3, 3)
+    return module, torch.optim.LBFGS(module.parameters(), max_iter=2)
+
+
+def test_lbfgs_is_copied_with_all_that_it_needs() -> None:
+    def step(module, optimizer, x):
+        count = fddp.psum(torch.tensor(len(x)))
+
+        def closure():
+            optimizer.zero_grad()
+            total = module(x).square().sum()
+            total.backward()
+            for p in module.parameters():
+                p.grad = fddp.psum(p.grad) / count
+            return fddp.psum(total.detach()) / count
+
+        optimizer.step(closure)
+
+    check_equivalence(step, optimizer_of_closures(), (X,))
+    check_replication(step, replicated=optimizer_of_closures(), varying=(X,))
+
+
+def test_causes_in_state_of_one_rank() -> None:
+    def counted(params, seen, x):
+        return weighted(params, x), {"seen": seen["seen"] + len(x)}
+
+    text = str(error_of(counted, (PARAMS, {"seen": torch.tensor(0.0)})))
+    assert "each rank has a part of a sum" in text
+    assert "0.375 and 0.625" in text
+
+    def histogram(params, counts, x, words):
+        return weighted(params, x), {"counts": counts["counts"] + words.bincount(minlength=4)}
+
+    state = PARAMS, {"counts": torch.zeros(4, dtype=torch.int64)}
+    assert "ranks differ from each other" in str(
+        error_of(histogram, state, (X, torch.arange(8) % 4))
+    )
+
+    def near(params, state, x, group):
+        ranks_apart = (1.0,) if group.size == 1 else (1.016, 0.992, 1.0)
+        return weighted(params, x), {"best": torch.tensor(ranks_apart[group.rank])}
+
+    assert "ranks differ from each other" in str(
+        error_of(near, (PARAMS, {"best": torch.tensor(0.0)}))
+    )
+
+
+def test_a_sum_that_is_averaged_below_adam() -> None:
+    def step(module, optimizer, x):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        for p in module.parameters():
+            p.grad = fddp.pmean(p.grad)
+        optimizer.step()
+
+    module = torch.nn.Linear(3, 3)
+    state = module, torch.optim.Adam(module.parameters())
+    assert "a sum over rows is averaged" in str(error_of(step, state))
