@@ -35,12 +35,19 @@ def local(params, x):
     return fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def conditional(params, x):
+    grads = torch.func.grad(loss)(params, x)
+    if x.sum() > 16:
+        grads = fddp.pmean(grads)
+    return fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+
+
 def fails(params, x):
     raise ValueError("no luck")
 
 
 def check_inputs():
-    return ({"w": torch.ones(3)},), (torch.rand(12, 3),)
+    return ({"w": torch.ones(3)},), (torch.linspace(0.0, 1.2, 36).view(12, 3),)
 
 
 def batch_alone():
@@ -78,6 +85,15 @@ def test_a_step_that_both_checks_refuse(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.count("FAILED") == 2
     assert "check_replication: result['w'] differs between ranks" in printed
     assert "check_equivalence: params['w']" in printed
+
+
+def test_the_first_error_is_shown_if_ranks_part_in_the_second_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["check", "train.py:conditional"]) == 1
+    printed = capsys.readouterr().out
+    assert "check_replication: ranks would make different collective calls" in printed
+    assert "check_equivalence raised" in printed
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def go_on_unequally(group: Any) -> list[Ending]:
     communicator = communicator_of(group, None)
     communicator.begun += rank
     communicator.transport.close()
-    together: threading.Barrier = group._state.__dict__.setdefault("barrier", threading.Barrier(2))
+    together: threading.Barrier = group.state.__dict__.setdefault("barrier", threading.Barrier(2))
     together.wait(20.0)
     return [ending(lambda: fddp.psum(W, group)) for _ in range(2)]
 

@@ -74,8 +74,8 @@ def check_growth(checked: Program, usual: Outcome) -> None:
     way = "psum for pmean" if is_mean else "pmean for psum"
     raise ReplicationError(
         f"{found} changes with the number of ranks, although all send the same{what}; write {way} "
-        f"there, or divide by a sum over ranks. If it is meant, as by an objective that is a sum, "
-        f"pass allow=[{GROWTH!r}]",
+        f"there, or divide by a sum over ranks. If it is meant, as by an objective that is a sum "
+        f"or by counts of all ranks, which check_equivalence can tell, pass allow=[{GROWTH!r}]",
         path=found,
         line=sums[0].called_at if sums else "",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import random
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -41,7 +41,7 @@ def snapshot(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator):
         return leaf.get_state()
     if isinstance(leaf, RANDOM_STATES):
-        return pickle.dumps(leaf)
+        return repr(_listed(_state_of(leaf)))
     if isinstance(leaf, CONSTANTS):
         return leaf
     if hasattr(leaf, "__array__"):
@@ -122,6 +122,24 @@ def growth(value: Any, on_more: Any) -> float:
     if not (after - before).abs().max() > 32 * torch.finfo(value.dtype).eps * most:
         return 1.0
     return float(after.norm() / before.norm()) if most else float("inf")
+
+
+def _state_of(source: Any) -> Any:
+    """State of a source of random numbers."""
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.get_state()
+
+
+def _listed(state: Any) -> Any:
+    """A state with lists in place of arrays, whose texts are not cut."""
+    if isinstance(state, dict):
+        return {name: _listed(part) for name, part in state.items()}
+    if isinstance(state, tuple):
+        return [_listed(part) for part in state]
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _of_array(leaf: Any) -> Any:
