@@ -15,7 +15,8 @@ These names are public, and may change between minor versions.
     to_array, to_tensor         conversion of JAX arrays
     exchange, Schema, MappingOf, optional, check_equal
                                 values of all ranks, validated and compared
-    tree_flatten, check_paths   leaves of a tree, and their paths
+    tree_flatten, check_paths, is_dtensor
+                                leaves of a tree, their paths, and one of which ranks have parts
     LeafSpec, plan_leaves, dense_strides, summary, optimal_plan, Target
                                 plans of leaves, without a tree
     Op, Region, Algorithm, Chain, Chains, Scaling, replay, is_collective
@@ -51,6 +52,7 @@ from fddp.core.sim.simulator import Cost, ReadyTimes, ready_seconds
 from fddp.core.tables import html_table, plain_table
 from fddp.core.text import counted, leaf_text, size_text, suggestion, unit_of
 from fddp.core.timeline import COMPUTE, BucketTimes, Interval, Span, StepTimes, Timeline
+from fddp.native.memory import is_dtensor
 from fddp.sync.step_handle import StepHandle
 from fddp.telemetry.call_site import Site, call_site
 from fddp.telemetry.flight.divergence import find_divergences
@@ -74,9 +76,9 @@ __all__ = [
     "Scaling", "Schema", "Site", "Span", "StepHandle", "StepTimes", "Target", "Timeline",
     "VirtualRanks", "call_site", "check_equal", "check_paths", "communicator_of", "counted",
     "dense_strides", "entrance", "exchange", "find_divergences", "html_table", "in_turns",
-    "is_collective", "leaf_text", "mirrored", "mirrored_process_group", "optimal_plan", "optional",
-    "plain_table", "plan_leaves", "preset_or_model", "rank_names", "ready_seconds", "replay",
-    "resolve", "resolve_mesh", "result_of_two", "run_operator", "size_text", "suggestion",
-    "summary", "to_array", "to_tensor",
+    "is_collective", "is_dtensor", "leaf_text", "mirrored", "mirrored_process_group",
+    "optimal_plan", "optional", "plain_table", "plan_leaves", "preset_or_model", "rank_names",
+    "ready_seconds", "replay", "resolve", "resolve_mesh", "result_of_two", "run_operator",
+    "size_text", "suggestion", "summary", "to_array", "to_tensor",
     "tree_flatten", "unit_of", "waits_since",
 ]  # fmt: skip

@@ -64,17 +64,18 @@ def _run(args: argparse.Namespace) -> int:
     }
     rows, errors = [], []
     for name, (text, check) in checks.items():
+        result = "FAILED"
         try:
             check()
+            result = "passed"
         except (EquivalenceError, ReplicationError) as error:
             errors.append(f"{name}: {error}")
         except Exception as error:
-            if errors:  # which explain it, as collectives that differ do
-                errors.append(f"{name} raised {described(error)}")
-                rows.append((name, text, "FAILED"))
-                continue
-            raise common.CallError(f"{name} of {args.source} raised {described(error)}") from error
-        rows.append((name, text, "FAILED" if errors and errors[-1].startswith(name) else "passed"))
+            raised = f"raised {described(error)}"
+            if not errors:  # which would explain it, as collectives that differ do
+                raise common.CallError(f"{name} of {args.source} {raised}") from error
+            errors.append(f"{name} {raised}")
+        rows.append((name, text, result))
     printer = common.Printer()
     printer.show("\n\n".join([plain_table(("check", "law", "result"), rows), *errors]))
     return 1 if errors else 0

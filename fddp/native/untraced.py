@@ -33,9 +33,7 @@ def untraced_beneath(fn: Function) -> Function:
         >>> f(1)
         2
     """
-    strategy = eval_frame._FrameExecStrategy(_DEFAULT, _SKIP)
-    eval_frame.set_code_exec_strategy(fn.__code__, strategy)
-    return fn
+    return _with_strategy(fn, _DEFAULT)
 
 
 def traced_inline(fn: Function) -> Function:
@@ -49,7 +47,12 @@ def traced_inline(fn: Function) -> Function:
         >>> f(1)
         2
     """
-    strategy = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+    return _with_strategy(fn, _SKIP)
+
+
+def _with_strategy(fn: Function, own: Any) -> Function:
+    """Set dynamo's action for the frames of a function, and skip those that it calls."""
+    strategy = eval_frame._FrameExecStrategy(own, _SKIP)
     eval_frame.set_code_exec_strategy(fn.__code__, strategy)
     return fn
 

@@ -147,12 +147,8 @@ class Step:
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time = number, record_time
-        self.idle, self.has_next, self.asks_stop, self.is_captured = (
-            idle,
-            has_next,
-            asks_stop,
-            is_captured,
-        )
+        self.idle, self.is_captured = idle, is_captured
+        self.has_next, self.asks_stop = has_next, asks_stop
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
         self.hook_states = hook_states
         # Call that the control word reports, equal on all ranks that contribute; cleared where
@@ -360,8 +356,8 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
-        is_usual = source.weight == 1.0 and self.has_next and not self.asks_stop
-        is_usual = is_usual and not (self.idle or has_order)
+        is_unusual = self.idle or has_order or self.asks_stop
+        is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)

@@ -36,7 +36,7 @@ class Stopping:
 
 
 class Stoppable(Protocol):
-    """What takes steps and can be asked to stop: `GradSync`, `DistributedDataParallel` and
+    """Object that takes steps and can be asked to stop: `GradSync`, `DistributedDataParallel` and
     `periodic.PeriodicSync`."""
 
     @property

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 import fddp
 from fddp.extend import LoopbackGroup, in_turns, tree_flatten
-from fddp.testing.replication.leaves import copied, is_leaf, leaves_of
+from fddp.testing.replication.leaves import copied, is_leaf, is_tuple, leaves_of, trees_of
 from fddp.testing.replication.values import Opaque, snapshot
 
 Values = dict[str, Any]
@@ -111,13 +111,13 @@ def buffers_of(state: dict[str, Any]) -> set[str]:
 def _after(state: dict[str, Any], result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state after a step with this result, and further results by name. Trees of the state are
     returned anew, first and in order, or written in place."""
-    trees = [n for n, v in state.items() if not callable(getattr(v, "state_dict", None))]
+    trees = trees_of(state)
     if len(trees) == 1 and _paths(result) == _paths(state[trees[0]]):
         if _may_follow(state[trees[0]], result):
             return state | {trees[0]: result}, {}
     elif (
         trees
-        and _is_tuple(result)
+        and is_tuple(result)
         and len(result) >= len(trees)
         and all(map(_may_follow, (state[name] for name in trees), result))
     ):
@@ -129,10 +129,6 @@ def _after(state: dict[str, Any], result: Any) -> tuple[dict[str, Any], dict[str
 def _may_follow(own: Any, result: Any) -> bool:
     """Return True unless an object would be followed by a value of another type, such as a loss."""
     return _paths(own) != ("",) or is_leaf(own) or type(result) is type(own)
-
-
-def _is_tuple(result: Any) -> bool:
-    return isinstance(result, tuple) and not hasattr(result, "_fields")
 
 
 def _paths(tree: Any) -> Any:

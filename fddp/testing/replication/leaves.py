@@ -6,7 +6,7 @@ import copy
 import random
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -112,6 +112,16 @@ def gradients_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves_of(name, value):
         if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
             yield f"{path}.grad", leaf.grad
+
+
+def trees_of(values: Mapping[str, Any]) -> list[str]:
+    """Names of the values that are trees: no modules, and nothing else with a `state_dict`."""
+    return [n for n, value in values.items() if not callable(getattr(value, "state_dict", None))]
+
+
+def is_tuple(result: Any) -> bool:
+    """Return True for a tuple of results, which a named tuple is not."""
+    return isinstance(result, tuple) and not hasattr(result, "_fields")
 
 
 def input_of(path: str) -> str:

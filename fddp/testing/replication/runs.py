@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from fddp.extend import mirrored, mirrored_process_group
+from fddp.extend import is_dtensor, mirrored, mirrored_process_group
 from fddp.testing.replication.allowed import is_allowed
 from fddp.testing.replication.inputs import of_another_rank, scaled
-from fddp.testing.replication.leaves import buffers_of, copied, gradients_of, leaves_of
+from fddp.testing.replication.leaves import (
+    buffers_of,
+    copied,
+    gradients_of,
+    is_tuple,
+    leaves_of,
+    trees_of,
+)
 from fddp.testing.replication.limits import NO_LIMIT, Limit, call_within
 from fddp.testing.replication.lines import Lines
 from fddp.testing.replication.observers import Collective, Read, Reads, Transfers
@@ -215,7 +221,7 @@ def _check_is_of_no_group(name: str, value: Any) -> None:
                     f"that within the step"
                 )
     for path, leaf in leaves_of(name, value):
-        if isinstance(leaf, DTensor):
+        if is_dtensor(leaf):
             raise ValueError(
                 f"{path} is a DTensor that {made}; make the mesh and the DTensor within the step"
             )
@@ -241,12 +247,12 @@ def _outputs(given: dict[str, Any], replicated: dict[str, Any], result: Any) -> 
     before = {name: _snapshots(leaves_of(name, value)) for name, value in given.items()}
     found = {name: _snapshots(leaves_of(name, value)) for name, value in replicated.items()}
     in_place = {name for name in found if not _are_same(before[name], found[name])}
-    trees = [n for n, v in replicated.items() if not callable(getattr(v, "state_dict", None))]
+    trees = trees_of(replicated)
     after = {path: leaf for leaves in found.values() for path, leaf in leaves.items()}
     results: dict[str, Any] = {}
     if not replicated:
         results = _snapshots(leaves_of("result", result))
-    elif _is_tuple(result):
+    elif is_tuple(result):
         values = [replicated[name] for name in trees]
         pairs = [*enumerate(zip(trees, result, strict=False))]
         states = [pair for pair in pairs if may_be_one_of(pair[1][1], values)]
@@ -281,10 +287,6 @@ def _are_alike(value: Any, other: Any) -> bool:
 
 def _through(lines: Lines, step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: lines.call(step, *args, **kwargs)
-
-
-def _is_tuple(result: Any) -> bool:
-    return isinstance(result, tuple) and not hasattr(result, "_fields")
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from fddp.extend import is_dtensor
 from fddp.testing.replication.leaves import CONSTANTS, RANDOM_STATES, leaves_of
 
 
@@ -32,7 +32,7 @@ class Opaque(NamedTuple):
 def snapshot(leaf: Any) -> Any:
     """Copy of a leaf that later writes do not change: a tensor, a constant or bytes; `Part` for a
     DTensor of which each rank holds another part, and `Opaque` for what can't be compared."""
-    if isinstance(leaf, DTensor):
+    if is_dtensor(leaf):
         own = snapshot(leaf.to_local())
         return own if all(p.is_replicate() for p in leaf.placements) else Part(own)
     if isinstance(leaf, Tensor):

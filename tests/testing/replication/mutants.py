@@ -52,7 +52,7 @@ class Mutant(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the check said: the text of its error, the line, and its time; `is_valid` is False if
+    """Verdict of a check: the text of its error, the line, and its time; `is_valid` is False if
     the loop can't run."""
 
     text: str

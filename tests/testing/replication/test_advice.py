@@ -1,4 +1,4 @@
-"""What a message says makes a step pass when it is done; `advice.py` does it to all mutants."""
+"""Advice of messages makes steps pass when it is followed; `advice.py` does so for all mutants."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 

@@ -1,4 +1,4 @@
-"""What steps do on real ranks, each a thread with inputs of its own: the verdicts that those of
+"""Steps on real ranks, each a thread with inputs of its own: the verdicts that those of
 checks are compared with."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class After(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """What a step does on two ranks.
+    """Behaviour of a step on two ranks.
 
     Attributes:
         verdict: "hangs" if ranks wait for each other, "parts" if replicas differ afterwards,
@@ -217,7 +217,7 @@ def _floats(leaf: Any) -> bool:
 
 
 def _other(leaf: Any) -> Any:
-    """What another rank may have in the place of a leaf: rows in another order, and smaller."""
+    """Leaf of another rank in the place of one: rows in another order, and smaller."""
     if isinstance(leaf, torch.Generator):
         return leaf.manual_seed(leaf.initial_seed() + 1)
     if isinstance(leaf, torch.Tensor) and leaf.dim():
