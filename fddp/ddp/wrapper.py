@@ -55,6 +55,7 @@ from fddp.ddp.logging_data import Recorder
 from fddp.ddp.micro_batches import check_virtual
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.parameter_watch import ParameterWatch
+from fddp.ddp.rebuilding import Stateful, load_newest_
 from fddp.ddp.reducer_facade import Reducer, refused
 from fddp.ddp.request import FailedRequest
 from fddp.ddp.steps import Steps
@@ -67,6 +68,7 @@ from fddp.runtime.agreement import ReportTime
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.sync.engine import Engine
+from fddp.sync.rebuild import check_between_steps
 from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -708,6 +710,62 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     def request_stop(self) -> None:
         """Ask all ranks to stop, by the next step. As `GradSync.request_stop`."""
         self._steps.stopping.ask()
+
+    @entrance
+    def rebuild(self, *stateful: Stateful) -> None:
+        """Go on with the ranks that are left, in place; a collective call of them.
+
+        To be called after a `RankLostError`, between steps. `process_group` is then a group of the
+        ranks that are left, as `GradSync.rebuild` makes it, and the number of the next step, the
+        hook and a request to stop are kept. If ranks have finished different numbers of steps, all
+        take the parameters, buffers and states of the newest rank. Gradients are not changed: clear
+        them, and take the step again. A plan in the order of gradients is found anew.
+
+        Args:
+            stateful: what else a step changes, with `state_dict` and `load_state_dict`: optimizers,
+                schedules. The same on all ranks.
+
+        Raises:
+            PlanMismatchError: states can't be compared; on every rank. Names the rank.
+            RankLostError: another rank was lost during the call, or the others went on without this
+                one. After a loss, call again.
+            SyncTimeoutError: a rank did not make the call.
+
+        Example:
+            >>> import torch
+            >>> from fddp import DistributedDataParallel as DDP, loopback
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = DDP(model, process_group=group)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            ...     ddp.rebuild(optimizer)  # after a RankLostError
+            ...     ddp(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
+            ...     return model.weight.grad.tolist()
+            >>> loopback(2, train)
+            [[[1.5, 1.5]], [[1.5, 1.5]]]
+        """
+        before, group = self.steps, self.process_group
+        engine = before.engine
+        check_between_steps(engine)
+        try:
+            with outside_transforms():
+                self._update_process_group(engine.transport.group_left() or group)
+                newest = self.steps.engine
+                finished = load_newest_(
+                    newest.transport,
+                    self.module,
+                    self._options.ignored,
+                    stateful,
+                    engine.finished,
+                )
+                newest.continue_from(finished, finished)
+        except BaseException:
+            # For a second call: the ranks that are left are found by the old one.
+            self._steps.close()
+            self._steps, self.process_group = before, group
+            raise
+        if before.stopping.asked or before.stopping.agreed:
+            self._steps.stopping.ask()
 
     @property
     def plan(self) -> BucketPlan:

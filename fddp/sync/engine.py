@@ -598,6 +598,10 @@ class Engine:
         self.setup = self._made(self.schedule_of(plan, self.hook), self.hook, False)
         self._pool.clear()
 
+    def continue_from(self, step: int, finished: int) -> None:
+        """Take over the numbers of the next step and of the finished ones from another engine."""
+        self.step, self.finished = step, finished
+
     def note_info(self, info: SyncInfo) -> None:
         """Note the info of a step of a graph."""
         self.graph_info = info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.sync.autotune import TuneReport, tune
 from fddp.sync.engine import Engine
-from fddp.sync.rebuild import join_engine, rebuild_engine
+from fddp.sync.rebuild import ABSENT, join_engine, rebuild_engine
 from fddp.sync.request import Reduction, Request
 from fddp.sync.tree_sync import TreeSync
 from fddp.sync.value_and_grad import ValueAndGrad
@@ -30,6 +30,8 @@ from fddp.tree.modules import named_params
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 
 class GradSync(TreeSync):
@@ -233,26 +235,43 @@ class GradSync(TreeSync):
         """
         return tune(self._engine, lambda: step(*args, **kwargs), rounds)
 
+    @overload
+    def rebuild(self, group: Group | None = None, *, mesh: Mesh | None = None) -> Self: ...
+
+    @overload
+    def rebuild(
+        self, group: Group | None = None, *, mesh: Mesh | None = None, state: T
+    ) -> tuple[Self, T]: ...
+
     @entrance
-    def rebuild(self, group: Group | None = None, *, mesh: Mesh | None = None) -> Self:
-        """Return a `GradSync` like this one on another group; a collective call on that group.
+    def rebuild(
+        self, group: Group | None = None, *, mesh: Mesh | None = None, state: Any = ABSENT
+    ) -> Any:
+        """Return a `GradSync` like this one on the ranks that are left; a collective call of them.
 
         To be used after ranks were lost, after ranks have diverged by a step, and when a group
         grows or shrinks; new ranks call `join`. Plan, options, step number and expected
         gradients are kept, and states of hooks stay valid. This instance is closed on
         success, and unchanged on failure.
 
-        If ranks have finished different numbers of steps, all use the plan of the newest rank;
-        `fddp.reconcile` does the same for parameters and state.
+        If ranks have finished different numbers of steps, all use the plan and `state` of the
+        newest rank.
 
         Args:
-            group: as for the constructor; None for the default group.
+            group: as for the constructor. None for the ranks of this one's group that are left: all
+                but those whose process has ended, and those that have closed their `GradSync` and
+                do not make this call within two seconds. `group` of the result is then a new group
+                if any rank of the first one is missing, with the backends of this one's. If this
+                one's group was destroyed, None is the default group.
             mesh: as for the constructor; None keeps a single axis of any size, and several axes if
                 the number of ranks is the same.
+            state: this rank's state after its last finished step, as `tree` of `fddp.reconcile`:
+                parameters, optimizer state and whatever else a step changes.
 
         Returns:
-            The new instance. Callables of this one's `value_and_grad` raise `ClosedError`
-            afterwards; make new ones.
+            The new instance; with `state`, a pair of it and the newest rank's state. Callables of
+            this one's `value_and_grad` raise `ClosedError` afterwards; make new ones. `ranks` of
+            `RankLostError` and `SyncTimeoutError` keep the numbers of the first group.
 
         Raises:
             PlanMismatchError: plans or options differ, or another rank can't be rebuilt.
@@ -261,26 +280,28 @@ class GradSync(TreeSync):
             ReentryError: the call is within a step: in the loss function or in backward.
             ClosedError: this instance was rebuilt before; use the result.
             TypeError: `group` is no group. The other ranks time out.
-            RankLostError, SyncTimeoutError: a rank of the group did not make the call.
+            RankLostError: another rank was lost during the call, or the others went on without this
+                one. After a loss, call again.
+            SyncTimeoutError: a rank did not make the call.
 
         Example:
             >>> import fddp, torch
             >>> def train(group):
             ...     sync = fddp.GradSync({"w": torch.zeros(2)}, group=group)
-            ...     sync.close()  # or a rank was lost: then the group is that of those left
-            ...     with sync.rebuild(group) as sync:
+            ...     sync.close()  # or a rank was lost
+            ...     sync, state = sync.rebuild(state={"w": torch.zeros(2), "step": 3})
+            ...     with sync:
             ...         return sync({"w": torch.full((2,), 1.0 + group.rank)})["w"].tolist()
             >>> fddp.loopback(2, train)
             [[1.5, 1.5], [1.5, 1.5]]
         """
         self._engine.finish_in_flight()
-        if not self._engine.is_closed:
-            self._engine.check()
         with outside_transforms():
-            engine = rebuild_engine(self._engine, resolve_mesh(group, mesh))
+            span = resolve_mesh(group, mesh)
+            engine, newest = rebuild_engine(self._engine, span, state)
         other = copy.copy(self)
         other._engine = engine
-        return other
+        return other if state is ABSENT else (other, newest)
 
     @classmethod
     @entrance
@@ -293,7 +314,8 @@ class GradSync(TreeSync):
         hook: Hook[Any] | None = None,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
-    ) -> Self:
+        state: Any = ABSENT,
+    ) -> Any:
         """Return a `GradSync` on a new rank, while the others call `rebuild`; a collective call.
 
         Plan, options and step number come from the other ranks; use
@@ -306,6 +328,8 @@ class GradSync(TreeSync):
             mesh: as on the other ranks.
             hook: as on the other ranks.
             transport: as the other ranks requested it at construction.
+            state: None where the others pass their state to `rebuild`; the result is then a pair of
+                the `GradSync` and the newest rank's state.
 
         Raises:
             PlanMismatchError: no rank has a `GradSync`; or as for `rebuild`.
@@ -327,10 +351,10 @@ class GradSync(TreeSync):
         """
         self = cls.__new__(cls)
         with outside_transforms():
-            self._engine = join_engine(
-                resolve_mesh(group, mesh), params, hook, transport, timeout_s
+            self._engine, newest = join_engine(
+                resolve_mesh(group, mesh), params, hook, transport, timeout_s, state
             )
-        return self
+        return self if state is ABSENT else (self, newest)
 
     @entrance
     def check(self) -> None:

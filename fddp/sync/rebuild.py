@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
+from fddp.collectives.replicas.reconcile import reconciled
 from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
+from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
+from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
 from fddp.sync.stopping import Stopping
@@ -40,16 +43,21 @@ class Progress(NamedTuple):
         step: number of the next step.
         digest: digest of the configuration.
         length: length of the configuration's JSON text.
+        with_state: True if the rank takes part in the choice of the newest state.
     """
 
     finished: int
     step: int
     digest: str
     length: int
+    with_state: bool
 
 
-_PROGRESS: Schema = (str, int, int, str, int)
+_PROGRESS: Schema = (str, int, int, str, int, bool)
 """Schema of a rank's error text and `Progress`."""
+
+ABSENT: Final = object()
+"""Default of `state`, in place of None, which stands for a rank that has none."""
 
 
 @dataclass
@@ -61,6 +69,7 @@ class RebuildSpec:
         hook: the communication hook of a new rank.
         leaves: leaves of a new rank, if it has passed a tree.
         problem: error of a new rank's arguments.
+        state: this rank's state; `ABSENT` if none is to be chosen, on all ranks alike.
         newest: progress of the newest rank, once it is known.
     """
 
@@ -72,6 +81,7 @@ class RebuildSpec:
     hook: Hook[Any] | None = None
     leaves: tuple[LeafSpec, ...] | None = None
     problem: Exception | None = None
+    state: Any = ABSENT
     newest: Progress | None = field(default=None, init=False)
 
     title = "GradSync"
@@ -94,10 +104,14 @@ class RebuildSpec:
             except Exception as error:
                 problem = error
         text = "" if own is None else terms_to_json(own)
-        message = [error_text(problem) if problem else "", *_progress(self.old, own, text)]
+        progress = _progress(self.old, own, text, self.state is not ABSENT)
+        message = [error_text(problem) if problem else "", *progress]
         received = exchange(transport, message, _PROGRESS, "progress")
         check_no_failure([text for text, *_ in received], "can't go on", problem)
-        return self._agreed(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
+        known = [Progress(*theirs[1:]) for theirs in received]
+        passed = ["passed" if theirs.with_state else "left out" for theirs in known]
+        check_equal("state", passed, "pass state= to rebuild and join on all ranks, or on none")
+        return self._agreed(transport, own, text, known)
 
     def _agreed(
         self, transport: Transport, own: SyncConfig | None, text: str, received: list[Progress]
@@ -120,32 +134,49 @@ class RebuildSpec:
         return merge_plan(own, text)
 
 
-def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
-    """Return an engine on another group that continues from `old`; a collective call.
+def rebuild_engine(old: Engine, span: GroupAndTopology, state: Any) -> tuple[Engine, Any]:
+    """Return an engine on another group that continues from `old`, and the newest rank's `state`; a
+    collective call.
 
     The old engine is closed on success.
+
+    Args:
+        old: the engine.
+        span: group and axes; without a group, those of the ranks that are left.
+        state: this rank's state; `ABSENT` for none on any rank.
 
     Raises:
         ClosedError: the old engine was rebuilt before.
         ReentryError: a step of the old engine runs.
         Exception: as for `Engine`.
     """
-    if old.is_in_step:
-        part = "backward" if old.in_backward else "the loss function"
-        raise ReentryError(
-            f"rebuild was called while {part} of a step runs; call it between steps, after the "
-            f"step has returned or raised"
-        )
+    check_between_steps(old)
     if old.superseded:
         raise ClosedError(f"rebuild was called a second time: {old.closed_text}")
+    if span.group is None:
+        span = span._replace(group=old.transport.group_left())
     name: Any = old.terms.transport
-    engine = _opened(RebuildSpec(span, name, old.timeout_s, old.program.foreign, old))
+    spec = RebuildSpec(span, name, old.timeout_s, old.program.foreign, old, state=state)
+    engine, newest = _opened(spec, old.finished)
     old.supersede(
         "rebuild() has replaced it",
         "use the new one: sync = sync.rebuild(group), and make a new "
         "step = sync.value_and_grad(loss_fn)",
     )
-    return engine
+    return engine, newest
+
+
+def check_between_steps(engine: Engine) -> None:
+    """Raise if a step of an engine runs, and read the report of the last one, if it is open."""
+    in_backward = current_graph_task_id() >= 0
+    if engine.is_in_step or in_backward:
+        part = "backward" if in_backward or engine.in_backward else "the loss function"
+        raise ReentryError(
+            f"rebuild was called while {part} of a step runs; call it between steps, after the "
+            f"step has returned or raised"
+        )
+    if not engine.is_closed:
+        engine.check()
 
 
 def join_engine(
@@ -154,8 +185,10 @@ def join_engine(
     hook: Hook[Any] | None,
     transport: TransportName,
     timeout_s: float | None,
-) -> Engine:
-    """Return an engine on a new rank that continues from the others' engines; a collective call."""
+    state: Any,
+) -> tuple[Engine, Any]:
+    """Return an engine on a new rank that continues from the others' engines, and the newest rank's
+    `state`; a collective call."""
     problem: Exception | None = timeout_error(timeout_s)
     leaves, is_foreign = None, False
     try:
@@ -164,31 +197,43 @@ def join_engine(
             leaves, is_foreign = tuple(leaf_specs(treedef.paths, own)), holds_foreign(own)
     except Exception as error:
         problem = problem or error
-    return _opened(
-        RebuildSpec(
-            span, transport, timeout_s, is_foreign, hook=hook, leaves=leaves, problem=problem
-        )
+    spec = RebuildSpec(
+        span,
+        transport,
+        timeout_s,
+        is_foreign,
+        hook=hook,
+        leaves=leaves,
+        problem=problem,
+        state=state,
     )
+    return _opened(spec, None)
 
 
-def _opened(spec: RebuildSpec) -> Engine:
+def _opened(spec: RebuildSpec, finished: int | None) -> tuple[Engine, Any]:
     engine = Engine(spec)
     newest = spec.newest
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
-    engine.step, engine.finished = newest.step, newest.finished
+    engine.continue_from(newest.step, newest.finished)
     if spec.old is not None:
         engine.arrivals, before = spec.old.arrivals, spec.old.stopping
         # Ranks that were lost may have taken the agreement with them.
         engine.stopping = Stopping(asked=before.asked or before.agreed)
-    return engine
+    if spec.state is ABSENT:
+        return engine, None
+    try:
+        return engine, reconciled(engine.transport, spec.state, finished)[0]
+    except BaseException as error:
+        engine.close(error_text(error))
+        raise
 
 
-def _progress(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
+def _progress(old: Engine | None, own: SyncConfig | None, text: str, with_state: bool) -> Progress:
     if old is None or own is None:
-        return Progress(-1, -1, "", 0)
+        return Progress(-1, -1, "", 0, with_state)
     digest = hashlib.sha256(terms_to_json(own, plan=own.plan.shared_digest).encode()).hexdigest()
-    return Progress(old.finished, old.step, digest, len(text))
+    return Progress(old.finished, old.step, digest, len(text), with_state)
 
 
 def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> SyncConfig:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -221,6 +221,16 @@ class Endpoint(ABC):
     def abandon(self, reason: str) -> None:
         """Close during operations, and report this to the ranks that wait for them."""
         self.close(reason)
+
+    def group_left(self) -> Any:
+        """Return a group of the ranks of this group that are left; a collective call of theirs,
+        also after a failure. None if the group no longer exists.
+
+        Raises:
+            RankLostError: another rank was lost meanwhile, or the others went on without this one.
+            SyncTimeoutError: some ranks did not make the call, and are not known to be lost.
+        """
+        return None
 
     def disown(self) -> None:
         """Mark as closed in a forked process, see [Note: forks]."""

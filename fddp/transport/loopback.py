@@ -180,7 +180,7 @@ class LoopbackTransport(Transport):
         self.world_size = group.size
         self.timeout_s = group.state.timeout_s if timeout_s is None else timeout_s
         self.control_device = torch.device("cpu")
-        self._state = group.state
+        self._state, self._group = group.state, weakref.ref(group)
         self._issued: Counter[tuple[int, ...]] = Counter()  # operations by participants
         # The n-th transport of a rank is matched with the n-th of every other rank.
         self._channel = group._opened
@@ -203,6 +203,9 @@ class LoopbackTransport(Transport):
         group._named[title] += 1
         self.status.label = f"{title} #{group._named[title]}"
         self.status.finish("the opening")
+
+    def group_left(self) -> LoopbackGroup | None:
+        return self._group()
 
     def _start(self, operation: Operation) -> Work:
         position = self._issued[operation.ranks]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -33,6 +34,42 @@ def name_of(group: dist.ProcessGroup) -> str:
 def is_foreign(group: dist.ProcessGroup) -> bool:
     """Return True for a group of a class written in Python that torch did not create."""
     return type(group) is not dist.ProcessGroup and group not in process_groups()
+
+
+def new_named_group(
+    like: dist.ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Create a group of some ranks of the job, a collective call of these alone.
+
+    `new_group` derives its name, under which ranks meet in the store, from the number of groups
+    that a rank has made, which differs between ranks after a failure. The new group has a
+    connection of its own to the store: gloo occupies it while it waits for a key.
+
+    Args:
+        like: group whose backends the new one has.
+        ranks: ranks in the default group, in ascending order.
+        name: name of the group, the same on all of them, and not used before.
+        timeout: time limit of its operations.
+    """
+    whole, make = dist.group.WORLD, cast("Any", distributed_c10d._new_process_group_helper)
+    group, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(dist.get_backend_config(like)),
+        process_groups()[whole][1].clone(),
+        name,
+        timeout=timeout,
+        group_desc=name,
+    )
+    made: dist.ProcessGroup = group
+    distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
+    return made
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the time limit of the operations of a group."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def gloo_options() -> Any:

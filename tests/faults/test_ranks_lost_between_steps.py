@@ -34,7 +34,7 @@ def calls(sync: fddp.GradSync) -> dict[str, Callable[[], Any]]:
         "pmean": lambda: fddp.pmean(torch.ones(2), group),
         "broadcast": lambda: fddp.broadcast(params, timeout_s=LONG_S),
         "a step": lambda: sync.value_and_grad(mlp_loss)(params, batch(sync.rank, 0)),
-        "rebuild": lambda: sync.rebuild(),
+        "rebuild": lambda: sync.rebuild(group),
         "a GradSync": lambda: fddp.GradSync(params, timeout_s=LONG_S),
     }
 

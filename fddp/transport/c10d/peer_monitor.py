@@ -18,7 +18,7 @@ from fddp.transport.liveness.interrupts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fddp.transport.liveness.failure import Verdict
     from fddp.transport.liveness.failure_detector import FailureDetector
@@ -92,6 +92,27 @@ class PeerMonitor:
         """As `check_opening`, once failures can be reported."""
         self.check(what, begin_s)
         self._detector.check_lost(lost(), _LEFT)
+
+    def find_lost(self, begin_s: float, among: Collection[int]) -> set[int]:
+        """Return those of some ranks that will not come back, from the operating system and what
+        ranks have reported. A rank that has only closed its transport gets some time to do so, and
+        one that is silent some time to answer.
+
+        Args:
+            begin_s: start of the wait for them, in `time.perf_counter` seconds.
+            among: the ranks.
+        """
+        detector, lost = self._detector, set(self._detector.ended())
+        with ignore_backend_errors():
+            reports = self._membership.reports(0.0)
+            dead = {r for one in reports.values() if one.verdict == "dead" for r in one.ranks}
+            closed = {r for r in dead if r in reports and r in reports[r].ranks}
+            lost |= dead - closed - detector.living()
+            if time.perf_counter() - begin_s > detector.grace_s:
+                lost |= dead
+                silent = set(among) - lost - reports.keys()
+                lost |= set(detector.unresponsive(tuple(sorted(silent)))[0])
+        return lost & set(among)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
         """Exchange reports with the other ranks and return the cause of a failure; arguments as for

@@ -46,6 +46,7 @@ from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
 from fddp.transport.c10d.nccl import NcclBackends, NcclCommunicator, shared_backends
 from fddp.transport.c10d.peer_monitor import PeerMonitor
+from fddp.transport.c10d.ranks_left import first_of, group_left
 from fddp.transport.c10d.rendezvous import call_with_checks, connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
@@ -64,7 +65,7 @@ from fddp.transport.liveness.interrupts import (
     is_of_this_rank,
 )
 from fddp.transport.liveness.membership import Membership
-from fddp.transport.torch_private import store_of
+from fddp.transport.torch_private import process_groups, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -117,6 +118,8 @@ class C10dTransport(Transport):
         self.control_device = next((d for d in devices if d.type == "cpu"), devices[0])
         self.timeout_s = _group_timeout_s(group, devices[0]) if timeout_s is None else timeout_s
         self._global_ranks = dist.get_process_group_ranks(group)
+        # Of the ranks, in errors.
+        self._numbers = first_of(group).numbers
         self._lock = threading.RLock()  # held while a failure is handled
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}  # by device
@@ -185,7 +188,7 @@ class C10dTransport(Transport):
                 f"{self._detector.names(absent)} did not open theirs within "
                 f"timeout_s={self.timeout_s}; every rank of the group must, in the same order. "
                 f"Status of the ranks: {statuses}",
-                absent,
+                tuple(self._numbers[rank] for rank in absent),
             )
         self._detector.refresh_processes()  # of all ranks, before any goes on
         device = self.control_device.type
@@ -485,6 +488,19 @@ class C10dTransport(Transport):
         finally:
             super().close(reason)
 
+    def group_left(self) -> dist.ProcessGroup | None:
+        group = self._group()
+        if group is None or group not in process_groups():
+            return None
+        begin_s = self._peers.begin_wait()
+        return group_left(
+            group,
+            partial(self._peers.find_lost, begin_s),
+            self._detector.ended,
+            self.timeout_s,
+            _group_timeout_s(group, self.control_device),
+        )
+
     def _release(self) -> None:
         self._cancel_finalizer()
         self._detector.stop_listening()
@@ -571,7 +587,8 @@ class C10dTransport(Transport):
                 self.close()
         if self._failure is None:
             raise InternalError(f"{what} failed for an unknown reason")
-        return to_error(self._failure, where, self._detector.names, self.timeout_s)
+        names, limit_s = self._detector.names, self.timeout_s
+        return to_error(self._failure, where, names, limit_s, self._numbers)
 
 
 class _C10dWork(Work):

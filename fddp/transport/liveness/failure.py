@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -111,7 +111,11 @@ def mismatch_error(where: str, mismatch: str) -> DesyncError:
 
 
 def to_error(
-    failure: Failure, where: str, name: Callable[[tuple[int, ...]], str], timeout_s: float
+    failure: Failure,
+    where: str,
+    name: Callable[[tuple[int, ...]], str],
+    timeout_s: float,
+    numbers: Sequence[int] | None = None,
 ) -> FddpError:
     """Return the error of an operation that the failure ended.
 
@@ -120,14 +124,16 @@ def to_error(
         where: description of the operation and this rank.
         name: formats ranks.
         timeout_s: time limit of one operation.
+        numbers: numbers of the ranks in `ranks` of the error; None for their own.
 
     >>> failure = Failure("connection reset", late=False, silent=(2,))
     >>> to_error(failure, "bucket 3 on rank 0 of 4", lambda ranks: f"rank {ranks[0]}", 9.0).ranks
     (2,)
     """
     names = name(failure.silent)
+    ranks = failure.silent if numbers is None else tuple(numbers[r] for r in failure.silent)
     if failure.store:
-        return _error_without_store(failure, where, names, timeout_s)
+        return _error_without_store(failure, where, names, timeout_s, ranks)
     if failure.peer:
         return PeerError(f"{where}: {failure.peer}, and takes no part; the step fails on all ranks")
     if failure.failed:
@@ -154,30 +160,31 @@ def to_error(
             f"{f'no response from {names}' if names else 'every rank is alive'}. All ranks must "
             "issue the same operations in the same order; if one is only slow, raise "
             f"timeout_s.{statuses}",
-            failure.silent,
+            ranks,
         )
     return RankLostError(
         f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "
         "start the job again from a checkpoint, or continue with a group of the remaining ranks",
-        failure.silent,
+        ranks,
     )
 
 
 def _error_without_store(
-    failure: Failure, where: str, names: str, timeout_s: float
+    failure: Failure, where: str, names: str, timeout_s: float, ranks: tuple[int, ...]
 ) -> RankLostError | SyncTimeoutError:
-    """Return the error if the store is unreachable; `names` are ranks known to be unresponsive."""
+    """Return the error if the store is unreachable; `names` are ranks known to be unresponsive, and
+    `ranks` their numbers."""
     if failure.store == "gone":
         lost = f"lost {names} ({failure.text})" if names else failure.text
         return RankLostError(
             f"{where}: {lost}; the group's store does not answer either, so the rank or agent that "
             "hosts it is gone: start the job again from a checkpoint",
-            failure.silent,
+            ranks,
         )
     cause = f"not finished within timeout_s={timeout_s}" if failure.late else failure.text
-    ranks = f"; {names}: stopped, or ended" if names else ""
+    silent = f"; {names}: stopped, or ended" if names else ""
     text = (
-        f"{where}: {cause}{ranks}; the group's store does not answer, so the rank or agent that "
+        f"{where}: {cause}{silent}; the group's store does not answer, so the rank or agent that "
         "hosts it is stopped or unreachable: resume it or start the job again from a checkpoint"
     )
-    return (SyncTimeoutError if failure.late else RankLostError)(text, failure.silent)
+    return (SyncTimeoutError if failure.late else RankLostError)(text, ranks)

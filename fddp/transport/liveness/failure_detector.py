@@ -113,6 +113,10 @@ class FailureDetector:
     def ended(self) -> tuple[int, ...]:
         return self._which(has_ended)
 
+    def living(self) -> set[int]:
+        """Ranks of this host whose process runs."""
+        return set(self._found()) - set(self.ended())
+
     def ended_or_stopped(self) -> tuple[int, ...]:
         """Ranks of this host whose process has ended or is stopped."""
         return self._which(lambda seen, now: has_ended(seen, now) or is_stopped(seen, now))
@@ -140,7 +144,7 @@ class FailureDetector:
         )
         statuses = {rank: answers.get(self._board_ranks[rank]) for rank in silent}
         unanswered = tuple(rank for rank, status in statuses.items() if status is None)
-        living = set(self._found()) - set(self.ended())
+        living = self.living()
         lost = tuple(rank for rank in unanswered if rank not in living) or unanswered
         closed = tuple(
             rank

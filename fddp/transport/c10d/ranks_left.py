@@ -1,0 +1,120 @@
+"""Groups of the ranks that are left after a loss.
+
+Each such group knows the first one from which it comes: there ranks meet that agree on who is left,
+also if one of them has a group that another failed to make, and errors number ranks as there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from fddp.errors import FddpError, RankLostError, error_text
+from fddp.transport.c10d.rendezvous import call_with_checks
+from fddp.transport.liveness.bounded_store import BoundedStore, client_of
+from fddp.transport.liveness.interrupts import from_user_code
+from fddp.transport.liveness.survivors import agree_on_left
+from fddp.transport.torch_private import name_of, new_named_group, set_group_timeout, store_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+
+class FirstGroup(NamedTuple):
+    """The first group from which a group comes.
+
+    Attributes:
+        name: its name in torch.
+        store: its store.
+        members: its ranks in the job.
+        numbers: numbers there of the ranks of the group.
+    """
+
+    name: str
+    store: dist.Store
+    members: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+_firsts: weakref.WeakKeyDictionary[Any, FirstGroup] = weakref.WeakKeyDictionary()
+
+
+def first_of(group: dist.ProcessGroup) -> FirstGroup:
+    """Return the first group from which a group comes: itself, if `group_left` did not make it."""
+    found = _firsts.get(group)
+    if found is not None:
+        return found
+    members = tuple(dist.get_process_group_ranks(group))
+    return FirstGroup(name_of(group), store_of(group), members, tuple(range(len(members))))
+
+
+def group_left(
+    group: dist.ProcessGroup,
+    find_lost: Callable[[Collection[int]], Collection[int]],
+    find_ended: Callable[[], Collection[int]],
+    timeout_s: float,
+    group_timeout_s: float,
+) -> dist.ProcessGroup:
+    """Return a group of the ranks that are left of a group; a collective call of theirs. It is the
+    group itself if no rank of the first one is lost.
+
+    Args:
+        group: the group.
+        find_lost: returns those of some ranks of the group that are known to be lost.
+        find_ended: returns ranks of the group whose process has ended.
+        timeout_s: time limit of the call.
+        group_timeout_s: time limit of operations of the new group.
+
+    Raises:
+        RankLostError: another rank was lost meanwhile, or the others went on without this one.
+        SyncTimeoutError: some ranks did not make the call, and are not known to be lost.
+    """
+    first = first_of(group)
+    own = first.numbers[dist.get_rank(group)]
+    place = {number: rank for rank, number in enumerate(first.numbers)}
+
+    def lost(numbers: Collection[int]) -> list[int]:
+        return [first.numbers[rank] for rank in find_lost([place[number] for number in numbers])]
+
+    store = BoundedStore(first.store, client_of(group)).prefixed("fddp/left")
+    with _as_lost(f"rank {own} asked which ranks are left, and the group's store did not answer"):
+        left, attempt = agree_on_left(store, own, first.numbers, lost, timeout_s)
+    if len(left) == len(first.members):
+        return group
+
+    def check() -> None:
+        gone = tuple(first.numbers[rank] for rank in find_ended() if first.numbers[rank] in left)
+        if gone:
+            raise RankLostError(
+                f"rank {own} made a group of ranks {', '.join(map(str, left))}, which are left, "
+                f"and lost rank {', '.join(map(str, gone))} meanwhile; call again",
+                gone,
+            )
+
+    ranks = [first.members[number] for number in left]
+    name, limit = f"{first.name}, left by {attempt}", timedelta(seconds=timeout_s)
+    with _as_lost(f"rank {own} could not make a group of ranks {', '.join(map(str, left))}"):
+        # gloo waits for its ranks until its time limit, whatever happens to them.
+        make = partial(new_named_group, group, ranks, name, limit)
+        made: dist.ProcessGroup = call_with_checks(make, timeout_s, check)
+    set_group_timeout(made, timedelta(seconds=group_timeout_s))
+    _firsts[made] = first._replace(numbers=left)
+    return made
+
+
+@contextmanager
+def _as_lost(what: str) -> Iterator[None]:
+    """Raise errors of backends and stores as `RankLostError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FddpError) or from_user_code(error):
+            raise
+        raise RankLostError(
+            f"{what} ({error_text(error)}); call again, or start the job again from a checkpoint"
+        ) from error

@@ -1,0 +1,128 @@
+"""Wrapped modules that go on with the ranks that are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Linear
+
+import fddp
+from tests.support.endings import ending
+from tests.support.models import same_bits
+from tests.support.polling import LONG_S
+from tests.support.ranks import run_fresh
+
+LOST, STEPS = 1, 6
+
+
+def model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Linear(3, 4), torch.nn.Tanh(), Linear(4, 1)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+
+def lose_one(rank: int, world_size: int) -> Any:
+    """Rank 1 is killed in backward of step 3. The others' step fails, and they take it again."""
+    dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.timedelta(seconds=LONG_S))
+    model, optimizer = model_and_optimizer()
+    ddp = fddp.DistributedDataParallel(model)
+    number, losses, steps = 0, 0, []
+    while number < STEPS:
+        try:
+            optimizer.zero_grad()
+            loss = ddp(data(rank, number)).square().mean()
+            if (rank, number) == (LOST, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+        except fddp.RankLostError as error:
+            assert error.ranks == (LOST,)  # noqa: PT017
+            losses += 1
+            ddp.rebuild(optimizer)
+            continue
+        optimizer.step()
+        number += 1
+        steps.append(ddp.steps.engine.step)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=ddp.process_group)
+    return [*model.state_dict().values()], losses, steps, total.item()
+
+
+def in_one_process() -> list[Tensor]:
+    model, optimizer = model_and_optimizer()
+    for number in range(STEPS):
+        ranks = (0, 1, 2) if number < 3 else (0, 2)
+        optimizer.zero_grad()
+        losses = [model(data(rank, number)).square().mean() for rank in ranks]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return [*model.state_dict().values()]
+
+
+def test_a_killed_rank() -> None:
+    outcomes = run_fresh(3, lose_one)
+    assert outcomes[LOST].exitcode == -signal.SIGKILL
+    left = [outcomes[rank] for rank in (0, 2)]
+    assert [outcome.error for outcome in left] == [None, None]
+    assert same_bits([outcome.result[0] for outcome in left])
+    for params, losses, steps, total in (outcome.result for outcome in left):
+        assert (losses, total) == (1, 2.0)
+        assert steps == sorted(set(steps))
+        for found, expected in zip(params, in_one_process(), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def differ_by_a_step(rank: int, world_size: int) -> Any:
+    """Rank 0 has updated once more than rank 1, and rank 2 is killed."""
+    dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.timedelta(seconds=LONG_S))
+    model, optimizer = model_and_optimizer()
+    ddp = fddp.DistributedDataParallel(model)
+    ddp.request_stop()
+    ddp(data(0, 0)).sum().backward()
+    optimizer.step()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fddp.RankLostError):
+        ddp(data(0, 1)).sum().backward()
+    if rank == 0:  # as if the last collective of this step had ended here
+        ddp.steps.engine.finished += 1
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    ddp.rebuild(optimizer)
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    found = [*model.state_dict().values()], momenta
+    ddp(data(0, 1)).sum().backward()
+    return found, ddp.steps.engine.step, ddp.stopping
+
+
+def test_all_take_the_newest_state_in_place() -> None:
+    first, second, _ = run_fresh(3, differ_by_a_step)
+    assert (first.error, second.error) == (None, None)
+    assert same_bits([first.result[0][0], second.result[0][0]])
+    assert same_bits([first.result[0][1], second.result[0][1]])
+    assert first.result[1:] == second.result[1:]
+    assert first.result[2]  # the request is kept
+
+
+def test_it_is_refused_in_backward() -> None:
+    def run(group: Any) -> Any:
+        model = Linear(2, 1)
+        ddp = fddp.DistributedDataParallel(model, process_group=group)
+        output = ddp(torch.ones(1, 2))
+        output.register_hook(lambda grad: ddp.rebuild())
+        return ending(lambda: output.sum().backward())
+
+    for seen in fddp.loopback(2, run):
+        assert "rebuild was called while backward of a step runs" in seen.text

@@ -1,0 +1,195 @@
+"""Ranks that are killed, and the others that go on by one call."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from fddp.transport.c10d import ranks_left
+from tests.support.models import batch, mlp, mlp_loss, same_bits
+from tests.support.polling import LONG_S, PROMPT_S
+from tests.support.ranks import run_fresh, split_into_hosts
+
+HOSTS = {"shm": [[0, 1, 2, 3]], "c10d": [[0], [1], [2], [3]]}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def update(state: Any, grads: Any) -> Any:
+    params = fddp.tree_map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "number": state["number"] + 1}
+
+
+def train_with_losses(rank: int, world_size: int, transport: str) -> Any:
+    """Rank 3 is killed before its step 2, and rank 1 before its step 4."""
+    hosts = split_into_hosts(HOSTS[transport]) if transport == "c10d" else nullcontext()
+    with hosts:
+        sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+        assert sync.transport == transport
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        state = {"params": mlp(), "number": torch.tensor(0)}
+        errors, infos, took_s = [], [], []
+        while (number := int(state["number"])) < 6:
+            if (rank, number) in ((3, 2), (1, 4)):
+                die()
+            begin_s = time.perf_counter()
+            try:
+                _, grads, info = step(state["params"], batch(rank, number))
+            except fddp.RankLostError as error:
+                errors.append(error.ranks)
+                sync, state = sync.rebuild(state=state)
+                step = sync.value_and_grad(mlp_loss, with_info=True)
+                took_s.append(time.perf_counter() - begin_s)
+                continue
+            infos.append((number, info.step))
+            state = update(state, grads)
+        mean = torch.tensor([float(rank)])
+        dist.all_reduce(mean, group=sync.group)
+        return state, errors, infos, took_s, sync.world_size, mean.item()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_two_ranks_are_killed_one_after_the_other(transport: str) -> None:
+    outcomes = run_fresh(4, train_with_losses, transport)
+    assert [outcomes[rank].exitcode for rank in (1, 3)] == [-signal.SIGKILL] * 2
+    results = [outcomes[rank].result for rank in (0, 2)]
+    assert [outcomes[rank].error for rank in (0, 2)] == [None, None]
+    assert same_bits([result[0]["params"] for result in results])
+    for state, errors, infos, took_s, world_size, total in results:
+        assert int(state["number"]) == 6
+        assert errors == [(3,), (1,)]  # in the numbers of the first group
+        # Each step was finished once, and the numbers of steps go on.
+        assert [number for number, _ in infos] == [*range(6)]
+        assert all(later > earlier for (_, earlier), (_, later) in itertools.pairwise(infos))
+        assert max(took_s) < PROMPT_S
+        assert (world_size, total) == (2, 2.0)
+
+
+def differ_by_a_step(rank: int, world_size: int) -> Any:
+    """Rank 0 has finished one step more than rank 1 knows of, and rank 2 is killed."""
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+    state = {"w": torch.full((3,), 1.0), "number": 1}
+    sync(mlp())
+    dist.barrier()
+    if rank == 2:
+        die()
+    with pytest.raises(fddp.RankLostError):
+        sync(mlp())
+    if rank == 0:  # as if its last collective had ended, and others' not
+        sync._engine.finished += 1
+        state = {"w": torch.full((3,), 2.0), "number": 2}
+    sync, state = sync.rebuild(state=state)
+    return state["w"].tolist(), state["number"], sync(mlp(), with_info=True)[1].step
+
+
+def test_all_take_the_state_of_the_newest_rank() -> None:
+    outcomes = run_fresh(3, differ_by_a_step)
+    assert [outcome.error for outcome in outcomes[:2]] == [None, None]
+    assert outcomes[0].result[:2] == outcomes[1].result[:2] == ([2.0] * 3, 2)
+    assert outcomes[0].result[2] == outcomes[1].result[2]
+
+
+def lose_another_meanwhile(rank: int, world_size: int, when: str) -> Any:
+    """Rank 3 is killed, and rank 2 while the others rebuild."""
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+    sync(mlp())
+    dist.barrier()
+    if rank == 3:
+        die()
+    with pytest.raises(fddp.RankLostError):
+        sync(mlp())
+    make, connect = ranks_left.new_named_group, ranks_left.agree_on_left
+    if rank == 2 and when == "before":
+        die()
+    if rank == 2:
+        name = "agree_on_left" if when == "agreeing" else "new_named_group"
+        first = {"agreeing": connect, "connecting": make}[when]
+
+        def dying(*args: Any, **options: Any) -> Any:
+            if when == "agreeing":
+                first(*args, **options)
+            die()
+
+        with mock.patch.object(ranks_left, name, dying):
+            sync.rebuild()
+    attempts, begin_s = 0, time.perf_counter()
+    while True:
+        attempts += 1
+        try:
+            sync = sync.rebuild()
+            break
+        except fddp.RankLostError as error:
+            assert error.ranks == (2,), error  # noqa: PT017
+    return attempts, sync.world_size, sync(mlp()), time.perf_counter() - begin_s
+
+
+@pytest.mark.parametrize("when", ["before", "agreeing", "connecting"])
+def test_another_rank_is_killed_during_the_call(when: str) -> None:
+    outcomes = run_fresh(4, lose_another_meanwhile, when)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.error
+        attempts, world_size, mean, took_s = outcome.result
+        assert (attempts, world_size) == (1 if when == "before" else 2, 2)
+        assert took_s < PROMPT_S
+        assert same_bits([mean, mlp()])
+
+
+def close_and_come_back(rank: int, world_size: int, comes_back: bool) -> Any:
+    """Rank 1 closes its GradSync during a step of the others, and calls rebuild, or does not."""
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+    sync(mlp())
+    if rank == 1:
+        sync.close()
+        if not comes_back:
+            dist.barrier()
+            return None
+        time.sleep(0.2)
+    else:
+        with pytest.raises(fddp.RankLostError):
+            sync(mlp())
+    with sync.rebuild() as sync:
+        found = sync.rank, sync.world_size, sync.group == dist.group.WORLD
+        sync(mlp())
+    if not comes_back:
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_rank_that_has_closed_may_come_back(comes_back: bool) -> None:
+    outcomes = run_fresh(3, close_and_come_back, comes_back)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    found = [outcome.result for outcome in outcomes]
+    assert found == (
+        [(0, 3, True), (1, 3, True), (2, 3, True)]
+        if comes_back
+        else [(0, 2, False), None, (1, 2, False)]
+    )
+
+
+def refuse(rank: int, world_size: int) -> Any:
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+    call: Callable[[], Any] = lambda: sync.rebuild(**({"state": mlp()} if rank else {}))  # noqa: E731
+    with pytest.raises(fddp.PlanMismatchError) as caught:
+        call()
+    sync.close()
+    return str(caught.value)
+
+
+def test_a_state_on_some_ranks_alone_is_an_error_on_all() -> None:
+    texts = [outcome.result for outcome in run_fresh(2, refuse)]
+    assert [text.partition(": ")[0] for text in texts] == ["rank 0", "rank 1"]
+    assert "pass state= to rebuild and join on all ranks, or on none" in texts[0]
