@@ -117,6 +117,7 @@ sanitize:
 # and goes on with another number of ranks.
 chaos: $(INSTALLED)
 	$(RUN) -m tests.faults.chaos $(ARGS)
+	$(RUN) -m tests.faults.recovery --runs 90
 	$(RUN) -m examples.elastic --kills 10
 	$(RUN) -m examples.any_ranks
 

@@ -352,6 +352,7 @@ class Steps:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
         if self.work and current_graph_task_id() < 0:
             self.wait_for_work()
+        self.engine.check_complete()
         if self.engine.setup.code.accelerators:
             self.parameters.hooks.note_home()
         awaits_step = self._life.expects

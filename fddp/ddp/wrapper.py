@@ -712,6 +712,12 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         self._steps.stopping.ask()
 
     @entrance
+    def leave(self) -> None:
+        """Take one more step on this rank, and none after it. As `GradSync.leave`: the next forward
+        pass of the others raises `RankLostError` before it begins, and `rebuild` goes on."""
+        self.steps.engine.leave()
+
+    @entrance
     def rebuild(self, *stateful: Stateful) -> None:
         """Go on with the ranks that are left, in place; a collective call of them.
 

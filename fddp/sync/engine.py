@@ -20,7 +20,7 @@ from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.schedule.builder import make_all_gather_schedule
 from fddp.core.schedule.piggyback import with_separate_word
-from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.schedule import Schedule, summands
 from fddp.core.schedule.stages import count_stages
 from fddp.errors import (
     ClosedError,
@@ -138,6 +138,9 @@ class Engine:
         self.hook_states: tuple[Any, ...] | None = None
         # Requests to stop, which an engine that replaces this one takes over.
         self.stopping = Stopping()
+        # True once this rank has said that its next step is the last. True once another has taken
+        # its last step, so that none can follow on this group.
+        self.leaves = self.is_incomplete = False
         # Round of the loop over uneven inputs, while one runs.
         self.round: Round | None = None
         # Reason for which no further step may start; "" while the engine is open. Owner of the
@@ -341,6 +344,8 @@ class Engine:
             self.check()
         if self.transport.closed_by or self.closed_by:
             self.check_usable()
+        if self.is_incomplete:
+            self.check_complete()
         if self.in_backward:
             raise ReentryError(
                 f"a step was called on rank {self.transport.rank} while backward of another step "
@@ -372,7 +377,7 @@ class Engine:
             idle=idle,
             nonfinite=nonfinite,
             record_time=with_stats,
-            has_next=turn is None or turn.has_next,
+            has_next=not self.leaves if turn is None else turn.has_next,
             asks_stop=self.stopping.asked,
             hook_states=self.hook_states or (),
             is_captured=is_captured,
@@ -436,7 +441,43 @@ class Engine:
                 finally:
                     self._note_failed(step)
             outcome = outcome._replace(report=step.report)
+        if self.leaves and not is_nested:
+            self.close(f"this rank has left after step {step.number}")
         return outcome
+
+    def leave(self) -> None:
+        """Announce that this rank takes one more step, and none after it.
+
+        Raises:
+            ClosedError: the engine is closed.
+            UnevenError: a loop over uneven inputs runs.
+            ValueError: the others could not go on.
+        """
+        self.check_usable()
+        if self.round is not None:
+            raise UnevenError(
+                "a rank can't leave within a loop of fddp.uneven, whose rounds all ranks take to "
+                "the end; call leave() after it, or request_stop()"
+            )
+        if self.schedule.result != "replicated_mean":
+            raise ValueError(
+                "a rank that keeps shards can't leave: no other rank has them; gather them, and "
+                "end the loops of all ranks by request_stop()"
+            )
+        self.transport.announce_leave()
+        self.leaves = True
+
+    def check_complete(self) -> None:
+        """Raise if another rank has left after the last step."""
+        if not self.is_incomplete:
+            return
+        ranks = self.transport.ranks_leaving()
+        raise RankLostError(
+            f"step {self.step} on rank {self.transport.rank} of {self.transport.world_size}: "
+            f"rank {', '.join(map(str, ranks))} left after the last step, as announced, and "
+            f"nothing was lost; go on with the others, sync.rebuild(), and take the step again",
+            ranks,
+        )
 
     def check(self) -> None:
         """Read the report of the last step, if that has not happened, and raise its errors.
@@ -470,6 +511,8 @@ class Engine:
             self.stopping.agree()
         if self.round is not None:
             self.round.note(report, program.schedule)
+        elif report.has_next < summands(program.schedule):
+            self.is_incomplete = True
         if report.order and self.program.control.with_order:
             order = [program.plan.reduced[slot] for slot in report.order]
             self.set_plan(self.terms.rebuilt(program.plan, order))

@@ -76,6 +76,36 @@ class TreeSync:
         """
         self._engine.stopping.ask()
 
+    @entrance
+    def leave(self) -> None:
+        """Take one more step on this rank, and none after it.
+
+        The next step is as any other. This instance is then closed on this rank, and the next step
+        of the others raises `RankLostError` before it begins: they go on by `rebuild`, as after a
+        loss, but no step has failed and nothing has to be computed again.
+
+        Raises:
+            ClosedError: this instance is closed.
+            UnevenError: the call is within a loop of `fddp.uneven`.
+            ValueError: the others could not go on: this rank keeps shards, or is a thread.
+            RankLostError: the group's store does not answer.
+
+        Example:
+            >>> import fddp, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> grads = {"w": torch.ones(2)}
+            >>> sync = fddp.GradSync(grads)
+            >>> sync.leave()
+            >>> sync(grads)  # the last one
+            {'w': tensor([1., 1.])}
+            >>> sync(grads)  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            fddp.errors.ClosedError: this GradSync, ... is closed (this rank has left after ...
+            >>> dist.destroy_process_group()
+        """
+        self._engine.finish_in_flight()
+        self._engine.leave()
+
     @property
     def carried_ranks(self) -> range:
         """Virtual ranks that this rank carries; empty without virtual ranks."""

@@ -232,6 +232,21 @@ class Endpoint(ABC):
         """
         return None
 
+    def announce_leave(self) -> None:
+        """Let the other ranks know that this one will not be among those that are left.
+
+        Raises:
+            ValueError: groups of this kind can't go on with fewer ranks.
+        """
+        raise ValueError(
+            f"a rank of a {self.name} group can't leave it; end the loops of all ranks by "
+            f"request_stop()"
+        )
+
+    def ranks_leaving(self) -> tuple[int, ...]:
+        """Return the ranks that have announced their leave, as numbers of the first group."""
+        return ()
+
     def disown(self) -> None:
         """Mark as closed in a forked process, see [Note: forks]."""
         self.closed_by = self.closed_by or IN_A_FORK

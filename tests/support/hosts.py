@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 LINK = "fddp0"  # the interface of either host to the other one
-_STORE = "tcp://10.77.0.1:29400"  # on the first host; its network has no other users
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_STORE = f"tcp://{ADDRESSES[0]}:29400"  # on the first host; its network has no other users
 _START_S = 10.0
 # Who asks for names is refused at once, instead of waiting for an answer from another network.
 _KEEPER = """
@@ -85,14 +86,26 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     """Two hosts, where this user may make them."""
     with contextlib.ExitStack() as stack:
-        keepers: list[int] = []
         try:
-            for _ in range(2):
-                keepers.append(stack.enter_context(_keeper()))
-            _join(keepers)
+            keepers = stack.enter_context(namespaces())
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"no hosts can be made of namespaces here: {error}")
         yield Hosts(keepers)
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[list[int]]:
+    """Two hosts; processes that hold their namespaces."""
+    with contextlib.ExitStack() as stack:
+        keepers = [stack.enter_context(_keeper()) for _ in range(2)]
+        _join(keepers)
+        yield keepers
+
+
+def entering(keeper: int) -> list[str]:
+    """Command in front of another, which then runs on a host."""
+    enter = ["nsenter", "--net", "--mount", "--target", str(keeper)]
+    return [*enter, "env", f"GLOO_SOCKET_IFNAME={LINK}"]
 
 
 def crossed_bytes() -> int:
@@ -124,8 +137,8 @@ def _keeper() -> Iterator[int]:
 def _join(keepers: Sequence[int]) -> None:
     first, second = map(str, keepers)
     _ip("link", "add", LINK, "netns", first, "type", "veth", "peer", "name", LINK, "netns", second)
-    for number, keeper in enumerate(keepers, start=1):
-        _ip("addr", "add", f"10.77.0.{number}/24", "dev", LINK, within=keeper)
+    for address, keeper in zip(ADDRESSES, keepers, strict=True):
+        _ip("addr", "add", f"{address}/24", "dev", LINK, within=keeper)
         _ip("link", "set", LINK, "up", within=keeper)
 
 
@@ -140,13 +153,12 @@ def _ip(*words: str, within: int | None = None) -> None:
 
 def _start(keeper: int, calls: list[_Call]) -> subprocess.Popen[bytes]:
     """A process of a host, which runs the calls."""
-    enter = ["nsenter", "--net", "--mount", "--target", str(keeper)]
     serve = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); import {__name__}"
     process = subprocess.Popen(
-        [*enter, sys.executable, "-c", f"{serve} as hosts; hosts._serve()"],
+        [*entering(keeper), sys.executable, "-c", f"{serve} as hosts; hosts._serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.stdin is not None
     process.stdin.write(pickle.dumps(calls))

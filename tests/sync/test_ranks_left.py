@@ -193,3 +193,66 @@ def test_a_state_on_some_ranks_alone_is_an_error_on_all() -> None:
     texts = [outcome.result for outcome in run_fresh(2, refuse)]
     assert [text.partition(": ")[0] for text in texts] == ["rank 0", "rank 1"]
     assert "pass state= to rebuild and join on all ranks, or on none" in texts[0]
+
+
+def leave_early(rank: int, world_size: int, transport: str, options: Any) -> Any:
+    """Rank 1 leaves after its step 2, and rank 0 after step 4."""
+    hosts = split_into_hosts(HOSTS[transport]) if transport == "c10d" else nullcontext()
+    with hosts:
+        sync = fddp.GradSync(mlp(), timeout_s=LONG_S, **options)
+        calls, errors = [], []
+
+        def loss(p: Any, x: Any) -> Any:
+            calls.append(number)
+            return mlp_loss(p, x)
+
+        step = sync.value_and_grad(loss)
+        state = {"params": mlp(), "number": torch.tensor(0)}
+        while (number := int(state["number"])) < 6:
+            if (rank, number) in ((1, 2), (0, 4)):
+                sync.leave()
+            try:
+                inputs = batch(rank, number)
+                if sync.carried_ranks:
+                    inputs = sync.virtual_batches(lambda v: batch(v, number))
+                _, grads = step(state["params"], inputs)
+            except fddp.RankLostError as error:
+                errors.append(error.ranks)
+                assert "left after the last step, as announced" in str(error)  # noqa: PT017
+                sync, state = sync.rebuild(state=state)
+                step = sync.value_and_grad(loss)
+                continue
+            except fddp.ClosedError as error:
+                return state, calls, errors, str(error)
+            state = update(state, grads)
+        return state, calls, errors, ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "options"),
+    [("shm", {"virtual_ranks": 4}), ("c10d", {}), ("shm", {"report": "next"})],
+)
+def test_a_planned_leave_costs_the_others_no_step(transport: str, options: Any) -> None:
+    outcomes = run_fresh(3, leave_early, transport, options)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    first, second, third = [outcome.result for outcome in outcomes]
+    assert "this rank has left after step 2" in second[3]
+    assert "this rank has left after step" in first[3]
+    assert [int(state["number"]) for state, *_ in (first, second, third)] == [5, 3, 6]
+    for (_, calls, errors, _), lost in ((first, [(1,)]), (second, []), (third, [(1,), (0,)])):
+        assert errors == lost
+        inputs = {number: calls.count(number) for number in calls}
+        assert options.get("virtual_ranks") or set(inputs.values()) == {1}  # nothing twice
+    if "virtual_ranks" in options:
+        undisturbed = run_fresh(1, never_leave)[0].result
+        assert same_bits([third[0]["params"], undisturbed])
+
+
+def never_leave(rank: int, world_size: int) -> Any:
+    sync = fddp.GradSync(mlp(), virtual_ranks=4)
+    step, params = sync.value_and_grad(mlp_loss), mlp()
+    for number in range(6):
+        inputs = [batch(virtual, number) for virtual in sync.carried_ranks]
+        _, grads = step(params, sync.virtual_batches(inputs))
+        params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+    return params

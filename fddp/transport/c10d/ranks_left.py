@@ -78,10 +78,11 @@ def group_left(
     own = first.numbers[dist.get_rank(group)]
     place = {number: rank for rank, number in enumerate(first.numbers)}
 
-    def lost(numbers: Collection[int]) -> list[int]:
-        return [first.numbers[rank] for rank in find_lost([place[number] for number in numbers])]
+    def lost(numbers: Collection[int]) -> set[int]:
+        found = find_lost([place[number] for number in numbers])
+        return {*(first.numbers[rank] for rank in found), *_leaving(store, numbers)}
 
-    store = BoundedStore(first.store, client_of(group)).prefixed("fddp/left")
+    store = _store(group, first)
     with _as_lost(f"rank {own} asked which ranks are left, and the group's store did not answer"):
         left, attempt = agree_on_left(store, own, first.numbers, lost, timeout_s)
     if len(left) == len(first.members):
@@ -105,6 +106,29 @@ def group_left(
     set_group_timeout(made, timedelta(seconds=group_timeout_s))
     _firsts[made] = first._replace(numbers=left)
     return made
+
+
+def announce_leave(group: dist.ProcessGroup) -> None:
+    """Note in the store that this rank will not be among those that are left of a group."""
+    first = first_of(group)
+    own = first.numbers[dist.get_rank(group)]
+    with _as_lost(f"rank {own} leaves, and the group's store did not answer"):
+        _store(group, first).set(f"leaving/{own}", "")
+
+
+def ranks_leaving(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the numbers of the ranks of a group that have announced their leave."""
+    first = first_of(group)
+    with _as_lost("a rank has left, and the group's store did not answer"):
+        return _leaving(_store(group, first), first.numbers)
+
+
+def _leaving(store: BoundedStore, numbers: Collection[int]) -> tuple[int, ...]:
+    return tuple(number for number in numbers if store.check([f"leaving/{number}"]))
+
+
+def _store(group: dist.ProcessGroup, first: FirstGroup) -> BoundedStore:
+    return BoundedStore(first.store, client_of(group)).prefixed("fddp/left")
 
 
 @contextmanager

@@ -46,7 +46,12 @@ from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
 from fddp.transport.c10d.nccl import NcclBackends, NcclCommunicator, shared_backends
 from fddp.transport.c10d.peer_monitor import PeerMonitor
-from fddp.transport.c10d.ranks_left import first_of, group_left
+from fddp.transport.c10d.ranks_left import (
+    announce_leave,
+    first_of,
+    group_left,
+    ranks_leaving,
+)
 from fddp.transport.c10d.rendezvous import call_with_checks, connect_with_abort
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
@@ -500,6 +505,18 @@ class C10dTransport(Transport):
             self.timeout_s,
             _group_timeout_s(group, self.control_device),
         )
+
+    def announce_leave(self) -> None:
+        announce_leave(self._existing_group("leaving"))
+
+    def ranks_leaving(self) -> tuple[int, ...]:
+        return ranks_leaving(self._existing_group("asking who leaves"))
+
+    def _existing_group(self, what: str) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise ClosedError(f"{what}: the process group of rank {self.rank} is gone")
+        return group
 
     def _release(self) -> None:
         self._cancel_finalizer()

@@ -1,0 +1,69 @@
+"""What the logs of a run must say: no step lost, none counted twice, one history for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tests.faults.recovery.scenario import STEPS, Scenario
+from tests.support.polling import PROMPT_S
+
+Entry = Mapping[str, Any]
+
+
+class Run(NamedTuple):
+    """Logs and exit codes, by rank; None for a rank that hung."""
+
+    logs: Sequence[Sequence[Entry]]
+    exitcodes: Sequence[int | None]
+
+
+def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> list[str]:
+    """Return what the logs of a run contradict.
+
+    Args:
+        scenario: the scenario.
+        run: what was seen.
+        undisturbed: digests of a run without losses, by number of steps, if this one must have the
+            same bits.
+    """
+    found: list[str] = []
+    digests: dict[int, dict[str, int]] = {}  # first rank with each, by number of steps
+    sizes: dict[int, dict[int, int]] = {}
+    lost = {loss.rank: loss for loss in scenario.losses}
+    for rank, (log, exitcode) in enumerate(zip(run.logs, run.exitcodes, strict=True)):
+        number = 0
+        for entry in log:
+            what = entry["what"]
+            if what == "crash":
+                found.append(f"rank {rank} raised: {entry['text']}")
+            if what == "took" and entry["seconds"] > PROMPT_S:
+                found.append(f"rank {rank} rebuilt for {entry['seconds']:.1f} s")
+            if what == "step":
+                if entry["number"] != number + 1:
+                    found.append(f"rank {rank} went from step {number} to {entry['number']}")
+                sizes.setdefault(entry["number"], {}).setdefault(entry["size"], rank)
+            if what == "rebuilt" and entry["number"] < number:
+                found.append(f"rank {rank} fell back from step {number} to {entry['number']}")
+            if what in ("step", "rebuilt"):
+                number = entry["number"]
+                if entry["digest"]:
+                    digests.setdefault(number, {}).setdefault(entry["digest"], rank)
+        last = log[-1]["what"] if log else "nothing"
+        killed = rank in lost and lost[rank].after_s >= 0.0
+        ends = ("left", "end") if rank in lost else ("end",)
+        if exitcode is None:
+            found.append(f"rank {rank} hung after {last!r} at step {number}")
+        elif not killed and (exitcode != 0 or last not in ends):
+            found.append(f"rank {rank} ended by {exitcode} after {last!r} at step {number}")
+        elif last == "end" and number != STEPS:
+            found.append(f"rank {rank} ended at step {number} of {STEPS}")
+    for number, held in digests.items():
+        if len(held) > 1:
+            found.append(f"states of step {number} differ between ranks {[*held.values()]}")
+        if undisturbed and {*held} != {undisturbed[number]}:
+            found.append(f"step {number} has other bits than without losses")
+    for number, of in sizes.items():
+        if len(of) > 1:
+            found.append(f"step {number} was taken by {sorted(of)} ranks")
+    return found
