@@ -177,6 +177,8 @@ class StepTimes:
         begun_s: start of the call, that is, of the forward pass; NaN if unknown.
         waits: intervals in which this rank waited for other ranks, in order.
         hooks: intervals in which its communication hook ran or waited, in order.
+        collections: intervals in which Python's garbage collector ran, in order; of steps that a
+            `fddp.watch.Monitor` has observed.
     """
 
     buckets: tuple[BucketTimes, ...]
@@ -187,6 +189,7 @@ class StepTimes:
     begun_s: float = math.nan
     waits: tuple[Interval, ...] = ()
     hooks: tuple[Interval, ...] = ()
+    collections: tuple[Interval, ...] = ()
 
     @property
     def ready_times_s(self) -> tuple[float, ...]:

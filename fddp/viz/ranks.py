@@ -19,6 +19,7 @@ _COLOURS = {
     "forward": canvas.GREEN,
     "backward": canvas.BLUE,
     "hook": "#F0E442",
+    "gc": "#882255",
     "sync": canvas.ORANGE,
     "wait": "#DDDDDD",
     "monitor": "#666666",

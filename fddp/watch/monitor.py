@@ -19,16 +19,32 @@ from fddp.extend import (
     rank_names,
     waits_since,
 )
-from fddp.watch.phases import INPUT, MONITOR, OF_STEPS, WAIT, StepRecord, overlap_s, step_phases
+from fddp.watch.links import SENT, Sent, link_times_s, sent_per_step, sent_so_far
+from fddp.watch.pauses import collections_during
+from fddp.watch.phases import (
+    GC,
+    HOOK,
+    INPUT,
+    MONITOR,
+    SYNC,
+    WAIT,
+    StepRecord,
+    overlap_s,
+    step_phases,
+    without,
+)
 from fddp.watch.report import MonitorReport
-from fddp.watch.stragglers import SUMMARY, RankSummary
+from fddp.watch.stragglers import COMMUNICATION, SUMMARY, RankSummary
 from fddp.watch.trace import STEPS, chrome_trace, trace_message
 
 if TYPE_CHECKING:
     from fddp.extend import Group
 
-_OWN_NAMES = (INPUT, *OF_STEPS, MONITOR, "step", "behind")
+_OWN_NAMES = {HOOK, GC, SYNC, WAIT, MONITOR, COMMUNICATION, "step", "behind"}
 _MOST = 1000  # measured parts that are kept between two steps
+
+#: what each rank sends for a report
+REPORT: Schema = {"summary": SUMMARY, "sent": SENT}
 
 
 class Exporter(Protocol):
@@ -106,6 +122,9 @@ class Monitor:
         # Separate, so that many named phases don't displace the monitor's own.
         self._named: deque[_Part] = deque(maxlen=_MOST)
         self._own: deque[_Part] = deque(maxlen=_MOST)
+        self._collections = collections_during(self)
+        self._sent = sent_so_far()  # as of the previous report
+        self._since = 0  # steps since then
 
     @property
     def rank(self) -> int:
@@ -141,6 +160,7 @@ class Monitor:
         with self._measured(MONITOR):
             record = self._record(info)
             self._steps.append(record)
+            self._since += 1
             for exporter in self._exporters:
                 exporter.step(info, record)
 
@@ -149,11 +169,13 @@ class Monitor:
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of the time between two steps, which is otherwise part of "input".
 
-        The time of a nested phase counts for the nested phase only, and waiting for other ranks
-        (in `fddp.pmean`, for instance) as "wait". The newest 1000 phases of a step are kept.
+        The time of a nested phase counts for the nested phase only, waiting for other ranks (in
+        `fddp.pmean`, for instance) as "wait", and the garbage collector as "gc". The newest 1000
+        phases of a step are kept.
 
         Args:
-            name: name of the phase, such as "update".
+            name: name of the phase, such as "update". The time of "input", "forward" and "backward"
+                is added to that of the phase: before `sync(grads)`, only the caller knows it.
 
         Raises:
             TypeError: the name is no text.
@@ -186,7 +208,8 @@ class Monitor:
 
     @entrance
     def report(self) -> MonitorReport:
-        """Return the times of the newest steps' phases on each rank; a collective call.
+        """Return the times of the newest steps' phases on each rank, and those of TCP connections
+        since the previous report; a collective call.
 
         Returns:
             A report that is the same on all ranks; print it.
@@ -198,8 +221,18 @@ class Monitor:
             Exception: an error of an exporter, after the report was made.
         """
         with self._measured(MONITOR):
-            own = asdict(RankSummary.of(self.rank, self._steps)) if self._steps else None
-            report = MonitorReport.of(map(RankSummary.from_message, self._exchange(own, SUMMARY)))
+            sent = sent_so_far()
+            new = sent_per_step(self._sent, sent, self._since)
+            self._sent, self._since = sent, 0
+            own = None
+            if self._steps:
+                own = {"summary": asdict(RankSummary.of(self.rank, self._steps)), "sent": new}
+            received = self._exchange(own, REPORT)
+            links_s = link_times_s([[*map(Sent.from_message, of["sent"])] for of in received])
+            summaries = [RankSummary.from_message(of["summary"]) for of in received]
+            report = MonitorReport.of(
+                replace(one, link_s=s) for one, s in zip(summaries, links_s, strict=True)
+            )
             for exporter in self._exporters:
                 exporter.report(report)
         return report
@@ -238,32 +271,43 @@ class Monitor:
     def _record(self, info: SyncInfo) -> StepRecord:
         times = info.timeline
         phases_s: dict[str, float] = {}
+        between_s: dict[str, float] = {}  # neither a phase's work nor the monitor's
         before = self._steps[-1] if self._steps else None
-        waited_s = 0.0
-        if before is not None and before.step + 1 == info.step:
-            end_s = before.times.end_s
-            if times.begun_s < end_s:
-                # The forward pass may begin before the end of the previous step. Count it from
-                # there on, without the monitor's own time.
-                ends = (part.end_s for part in self._own if part.end_s <= times.backward_start_s)
-                begun_s = max((end_s, *ends))
-                of_step = tuple(wait for wait in times.waits if wait[0] >= begun_s)
-                times = replace(times, begun_s=begun_s, waits=of_step)
+        is_next = before is not None and before.step + 1 == info.step
+        end_s = before.times.end_s if before is not None and is_next else times.begun_s
+        if times.begun_s < end_s:
+            # The forward pass may begin before the end of the previous step. Count it from there
+            # on, without the monitor's own time.
+            ends = (part.end_s for part in self._own if part.end_s <= times.backward_start_s)
+            begun_s = max((end_s, *ends))
+            of_step = tuple(wait for wait in times.waits if wait[0] >= begun_s)
+            times = replace(times, begun_s=begun_s, waits=of_step)
+        found = [each for each in self._collections if end_s <= each[0] and each[1] <= times.end_s]
+        times = replace(times, collections=tuple(found))
+        if is_next:
             waits = tuple(wait for wait in waits_since(end_s) if wait[1] <= times.begun_s)
-            waited_s = overlap_s(waits, end_s, times.begun_s)
+            collections = without(found, waits)
+
+            def own_s(start_s: float, stop_s: float) -> float:
+                apart_s = sum(overlap_s(each, start_s, stop_s) for each in (waits, collections))
+                return stop_s - start_s - apart_s
+
             phases_s[MONITOR] = 0.0
             for name, start_s, stop_s in (*self._named, *self._own):
                 if end_s <= start_s and stop_s <= times.begun_s:
-                    own_s = stop_s - start_s - overlap_s(waits, start_s, stop_s)
-                    phases_s[name] = phases_s.get(name, 0.0) + own_s
-            between_s = times.begun_s - end_s - waited_s
-            phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
+                    phases_s[name] = phases_s.get(name, 0.0) + own_s(start_s, stop_s)
+            rest_s = own_s(end_s, times.begun_s) - sum(phases_s.values())
+            phases_s[INPUT] = phases_s.get(INPUT, 0.0) + max(0.0, rest_s)
+            between_s[WAIT] = overlap_s(waits, end_s, times.begun_s)
+            between_s[GC] = overlap_s(collections, end_s, times.begun_s)
             times = replace(times, waits=waits + times.waits)
         for parts in (self._named, self._own):
             while parts and parts[0].start_s < times.end_s:
                 parts.popleft()
-        phases_s |= step_phases(times)
-        phases_s[WAIT] += waited_s
+        while self._collections and self._collections[0][0] < times.end_s:
+            self._collections.popleft()
+        for name, seconds in step_phases(times).items():
+            phases_s[name] = phases_s.get(name, 0.0) + between_s.get(name, 0.0) + seconds
         return StepRecord(info.step, phases_s, times)
 
 

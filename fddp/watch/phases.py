@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fddp.extend import Interval, StepTimes
 
 INPUT, FORWARD, BACKWARD = "input", "forward", "backward"
-HOOK, SYNC, WAIT = "hook", "sync", "wait"
-OF_STEPS = (FORWARD, BACKWARD, HOOK, SYNC, WAIT)
+HOOK, GC, SYNC, WAIT = "hook", "gc", "sync", "wait"
+OF_STEPS = (FORWARD, BACKWARD, HOOK, GC, SYNC, WAIT)
 MONITOR = "monitor"
 """Time of a monitor between two steps, mostly that of its exporters."""
 
@@ -22,11 +22,12 @@ class StepRecord(NamedTuple):
     Attributes:
         step: number of the step.
         phases_s: seconds by phase. "input" is the time since the previous step, less any part that
-            was measured under a name of its own; "hook" is the time of a communication hook, if
-            there is one; "sync" is the rest after backward. Waiting for other ranks counts only as
-            "wait", and work of the monitor and its exporters since the previous step only as
-            "monitor". "input" and "monitor" are absent if the previous step was not observed.
-        times: timestamps on this rank's clock; its waits include those of "input".
+            was measured under another name; "hook" is the time of a communication hook, if there is
+            one, and "gc" that of the garbage collector, if it ran; "sync" is the rest after
+            backward. Waiting for other ranks counts only as "wait", and work of the monitor and its
+            exporters since the previous step only as "monitor". "input" and "monitor" are absent if
+            the previous step was not observed.
+        times: timestamps on this rank's clock; its waits and collections include those of "input".
     """
 
     step: int
@@ -50,11 +51,30 @@ def overlap_s(intervals: Iterable[Interval], start_s: float, end_s: float) -> fl
     return sum((max(0.0, each) for each in overlaps), 0.0)
 
 
+def without(intervals: Iterable[Interval], holes: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Return intervals without the parts that lie within `holes`, which are in order.
+
+    Example:
+        >>> without([(1.0, 4.0), (5.0, 6.0)], [(2.0, 3.0), (5.0, 7.0)])
+        ((1.0, 2.0), (3.0, 4.0))
+    """
+    left = []
+    for start, end in intervals:
+        for hole_start, hole_end in holes:
+            if start < min(hole_start, end):
+                left.append((start, min(hole_start, end)))
+            start = max(start, hole_end)
+        if start < end:
+            left.append((start, end))
+    return tuple(left)
+
+
 def step_phases(times: StepTimes) -> dict[str, float]:
     """Return the seconds of a step by phase, from its call to the averaged gradients.
 
-    Waiting for other ranks, in any phase, counts only as "wait". Work of a communication hook
-    counts only as "hook", which is absent without a hook. The phases add up to the step.
+    Waiting for other ranks, in any phase, counts only as "wait". Otherwise work of the garbage
+    collector counts only as "gc", and that of a communication hook only as "hook"; they are absent
+    if it did not run, or without a hook. The phases add up to the step.
 
     Example:
         >>> from fddp.extend import StepTimes
@@ -62,23 +82,23 @@ def step_phases(times: StepTimes) -> dict[str, float]:
         >>> step_phases(times)
         {'forward': 1.0, 'backward': 1.5, 'sync': 1.5, 'wait': 2.0}
     """
-    hook_waits = [wait for wait in times.waits if overlap_s(times.hooks, *wait) > 0.0]
-
-    def hook_s(start_s: float, end_s: float) -> float:
-        waited_s = overlap_s(hook_waits, start_s, end_s)
-        return max(0.0, overlap_s(times.hooks, start_s, end_s) - waited_s)
+    collections = without(times.collections, times.waits)
+    hooks = without(without(times.hooks, times.waits), collections)
 
     def own_s(start_s: float, end_s: float) -> float:
-        waited_s = overlap_s(times.waits, start_s, end_s)
-        return max(0.0, end_s - start_s - waited_s - hook_s(start_s, end_s))
+        apart = (times.waits, collections, hooks)
+        return max(0.0, end_s - start_s - sum(overlap_s(each, start_s, end_s) for each in apart))
 
     phases_s = {
         FORWARD: own_s(times.begun_s, times.backward_start_s),
         BACKWARD: own_s(times.backward_start_s, times.backward_end_s),
-        HOOK: hook_s(times.begun_s, times.end_s),
+        HOOK: overlap_s(hooks, times.begun_s, times.end_s),
+        GC: overlap_s(collections, times.begun_s, times.end_s),
         SYNC: own_s(times.backward_end_s, times.end_s),
         WAIT: overlap_s(times.waits, times.begun_s, times.end_s),
     }
     if not times.hooks:
         del phases_s[HOOK]
+    if not times.collections:
+        del phases_s[GC]
     return phases_s

@@ -89,8 +89,12 @@ class MonitorReport:
             (str(rank.rank), *(_cell(rank.phases.get(name)) for name in phases), _cell(rank.step))
             for rank in self.ranks
         ]
+        header = ("rank", *phases, "step")
+        if any(rank.link_s is not None for rank in self.ranks):
+            header = (*header, "link")
+            rows = [(*row, _ms(rank.link_s)) for row, rank in zip(rows, self.ranks, strict=True)]
         caption = f"{self._steps}, {counted(len(self.ranks), 'rank')}; ms, median ± MAD"
-        return caption, ("rank", *phases, "step"), rows
+        return caption, header, rows
 
     @property
     def _steps(self) -> str:
@@ -108,3 +112,7 @@ class MonitorReport:
 
 def _cell(stats: RobustStats | None) -> str:
     return "" if stats is None else f"{stats.median_s * 1e3:.2f} ± {stats.mad_s * 1e3:.2f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f}"

@@ -1,8 +1,9 @@
 """Time use of ranks, and detection of stragglers.
 
 Ranks start a step together, because each has waited for the gradients of the previous one. The
-others wait for the rank whose own work takes longest. Detection compares durations, which each rank
-measures by its own clock; times on clocks of different ranks are never compared.
+others wait for the rank whose own work takes longest. All ranks wait for a slow link, also the last
+one to arrive. Detection compares durations, which each rank measures by its own clock; times on
+clocks of different ranks are never compared.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fddp.extend import MappingOf, Schema
-from fddp.watch.phases import INPUT, NOT_OWN, SYNC, StepRecord
+from fddp.extend import MappingOf, Schema, optional
+from fddp.watch.phases import INPUT, NOT_OWN, SYNC, WAIT, StepRecord
+
+COMMUNICATION = "communication"
+"""Phase of a straggler with a slow link."""
 
 LEAST_STEPS = 9  # with fewer, noise of 10% yields a false straggler in over 1% of the reports
 _SIGMAS = 4.0  # standard errors by which a straggler must be behind
 _PHASE_SIGMAS = 5.0  # the same in one phase, of which there are several to be wrong about
-_PHASE_PART = 1 / 3  # of such a lead that the whole of the rank's time must have
+_PHASE_PART = 1 / 3  # of such a lead that the whole of the rank's time must have, or vice versa
 _LEAST_SHARE = 0.02  # of the step
 _LEAST_S = 5e-4  # differences below this are background load of the host
+_LINK_RATIO = 2.0  # of the time of a slow link to that of the others
 _MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
 _MEDIAN_ERROR = 1.2533  # standard error of the median over that of the mean, for a normal one
 
@@ -67,6 +72,7 @@ SUMMARY: Schema = {
     "phases": MappingOf(_STATS),
     "own": _STATS,
     "step": _STATS,
+    "link_s": optional(float),
 }
 
 
@@ -81,6 +87,8 @@ class RankSummary:
         phases: statistics by phase.
         own: statistics of all phases together, without "wait" and "monitor".
         step: statistics of the whole step, including the time before it.
+        link_s: seconds per step in which data between this rank and most of its peers was in
+            flight, since the report before; None if unknown.
     """
 
     rank: int
@@ -89,6 +97,7 @@ class RankSummary:
     phases: Mapping[str, RobustStats]
     own: RobustStats
     step: RobustStats
+    link_s: float | None = None
 
     @classmethod
     def of(cls, rank: int, steps: Sequence[StepRecord]) -> RankSummary:
@@ -126,8 +135,9 @@ class Straggler(NamedTuple):
 
     Attributes:
         rank: rank in the group.
-        phase: phase in which it is furthest behind.
-        behind_s: seconds per step by which its own work takes longer than that of the others.
+        phase: phase in which it is furthest behind; "communication" if its link is slow.
+        behind_s: seconds per step by which its own work takes longer than that of the others, or
+            for which all ranks wait for its link.
         phase_behind_s: part of these seconds in that phase.
         share: `behind_s` as a share of the step.
     """
@@ -146,7 +156,11 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     A rank is a straggler if the median of its own time exceeds that of the others (their lower
     median, as up to half of them may be slow too) by 2% of the step and by half a millisecond, and
     by 4 standard errors of the difference; or if one phase but "sync" does, by 5 standard errors,
-    as noise in the other phases may hide it. Its phase is the one with the largest lead.
+    as noise in the other phases may hide it. Its phase is the one with the largest lead, but "sync"
+    only if no other phase has a third of the whole lead.
+
+    Even the last rank to arrive waits for a slow link. A rank whose link takes more than twice as
+    long as that of the others holds them up in "communication", for as long as all ranks wait.
 
     Args:
         summaries: summaries of all ranks. The result is empty unless they cover the same steps, at
@@ -168,6 +182,7 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         return ()
     step_s = statistics.median(summary.step.median_s for summary in summaries)
     least_s = max(_LEAST_SHARE * step_s, _LEAST_S)
+    link_behind_s = _link_leads(summaries)
     found = []
     for at, summary in enumerate(summaries):
         behind_s, error_s = _lead([other.own for other in summaries], at)
@@ -183,11 +198,35 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
             for name, (phase_s, phase_error_s) in by_phase.items()
             if name != SYNC
         )
-        if behind_s > least_s and is_certain:
-            phase = max(by_phase, key=lambda name: by_phase[name][0])
-            share = behind_s / step_s if step_s > 0.0 else 0.0
-            found.append(Straggler(summary.rank, phase, behind_s, by_phase[phase][0], share))
+        if not (behind_s > least_s and is_certain):
+            behind_s = 0.0
+        if max(behind_s, link_behind_s[at]) <= least_s:
+            continue
+        leads_s = {name: phase_s for name, (phase_s, _) in by_phase.items()}
+        # A rank that arrives late for another cause makes way for those that have waited.
+        causes_s = {n: s for n, s in leads_s.items() if n != SYNC and s > _PHASE_PART * behind_s}
+        phase, phase_behind_s = max((causes_s or leads_s).items(), key=lambda lead: lead[1])
+        if link_behind_s[at] > behind_s:
+            behind_s = phase_behind_s = link_behind_s[at]
+            phase = COMMUNICATION
+        share = behind_s / step_s if step_s > 0.0 else 0.0
+        found.append(Straggler(summary.rank, phase, behind_s, phase_behind_s, share))
     return tuple(sorted(found, key=lambda one: -one.behind_s))
+
+
+def _link_leads(summaries: Sequence[RankSummary]) -> list[float]:
+    """Return the seconds per step for which all ranks wait for the link of each; 0 for one that is
+    not slow."""
+    exposed_s = min(_of_phase(summary, WAIT).median_s for summary in summaries)
+    leads_s = []
+    for at, summary in enumerate(summaries):
+        others = (*summaries[:at], *summaries[at + 1 :])
+        others_s = [other.link_s for other in others if other.link_s is not None]
+        middle_s = statistics.median_low(others_s) if others_s else math.inf
+        link_s = summary.link_s or 0.0
+        is_slow = link_s > _LINK_RATIO * middle_s
+        leads_s.append(min(link_s - middle_s, exposed_s) if is_slow else 0.0)
+    return leads_s
 
 
 def _of_phase(summary: RankSummary, phase: str) -> RobustStats:

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fddp.extend import MappingOf, Schema
-from fddp.watch.phases import BACKWARD, FORWARD, HOOK, INPUT, OF_STEPS, SYNC, WAIT, StepRecord
+from fddp.watch.phases import (
+    BACKWARD,
+    FORWARD,
+    GC,
+    HOOK,
+    INPUT,
+    OF_STEPS,
+    SYNC,
+    WAIT,
+    StepRecord,
+)
 
 _THREADS = ("compute", "communication")
 
@@ -36,8 +46,9 @@ def chrome_trace(ranks: Sequence[Mapping[str, Any]]) -> str:
     (https://ui.perfetto.dev) and chrome://tracing.
 
     Each rank is a process of the trace, with one thread for its own work and one for communication.
-    Waits for other ranks, and work of communication hooks, are nested in the phases in which they
-    happened. The begin of a collective is not measured; see `StepTimes.to_timeline`.
+    Waits for other ranks, and work of communication hooks and of the garbage collector, are nested
+    in the phases in which they happened. The begin of a collective is not measured; see
+    `StepTimes.to_timeline`.
 
     Clocks are aligned so that the last collectives of a step end together on all ranks, in the
     median over steps, as none can end before all ranks take part. Times on different ranks are
@@ -93,8 +104,9 @@ def _offsets(ends_s: Sequence[Mapping[int, float]]) -> list[float]:
 def _spans(record: StepRecord) -> Iterator[_Span]:
     times, step = record.times, {"step": record.step}
     named_s = {p: s for p, s in record.phases_s.items() if p not in OF_STEPS}
-    waited_s = sum(end_s - start_s for start_s, end_s in times.waits if end_s <= times.begun_s)
-    before_s = times.begun_s - sum(named_s.values()) - waited_s  # the end of the previous step
+    before_s = times.begun_s
+    if INPUT in record.phases_s:  # the phases add up to the time since the previous step
+        before_s = min(before_s, times.end_s - sum(record.phases_s.values()))
     named_ms = {f"{name}_ms": s * 1e3 for name, s in named_s.items()}
     for name, start_s, end_s in (
         (INPUT, before_s, times.begun_s),
@@ -102,6 +114,7 @@ def _spans(record: StepRecord) -> Iterator[_Span]:
         (BACKWARD, times.backward_start_s, times.backward_end_s),
         (SYNC, times.backward_end_s, times.end_s),
         *((HOOK, *span) for span in times.hooks),
+        *((GC, *span) for span in times.collections),
         *((WAIT, *span) for span in times.waits),
     ):
         if end_s > start_s:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +30,14 @@ def train_monitored(group: Any, steps: int, **options: Any) -> fddp.watch.Monito
         for number in range(steps):
             monitor.observe(step(mlp(), batch(group.rank, number))[2])
         return monitor
+
+
+def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
+    """Check that phases add up to the time since the end of the previous step."""
+    for before, record in itertools.pairwise(steps):
+        took_s = record.times.end_s - before.times.end_s
+        assert sum(record.phases_s.values()) == pytest.approx(took_s)
+        assert all(s >= 0.0 for s in record.phases_s.values())
 
 
 def check_events(text: str) -> list[dict[str, Any]]:
@@ -62,7 +72,11 @@ def check_events(text: str) -> list[dict[str, Any]]:
             end = event["ts"] + event["dur"]
             if open_until:
                 # Collectives follow each other; of two that end together, one may have no length.
-                assert event["name"] in ("hook", "wait") if event["tid"] == 0 else not event["dur"]
+                assert (
+                    event["name"] in ("gc", "hook", "wait")
+                    if event["tid"] == 0
+                    else not event["dur"]
+                )
                 assert end <= open_until[-1] + 1e-2, "spans of a thread nest, or follow each other"
             open_until.append(end)
     return spans

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import fddp
 from fddp.extend import BucketTimes, Interval, Schema, StepTimes, exchange, optional
 from fddp.watch import RankSummary, StepRecord
-from fddp.watch.phases import overlap_s, step_phases
+from fddp.watch.monitor import REPORT
+from fddp.watch.phases import overlap_s, step_phases, without
 from fddp.watch.stragglers import SUMMARY
 from fddp.watch.trace import STEPS, chrome_trace, trace_message
 from tests.support.endings import ending
@@ -76,12 +77,12 @@ def test_damaged_summary_is_refused_by_rank(change: dict[str, Any]) -> None:
             monitor = fddp.watch.Monitor(group)
             monitor._steps.append(record)
             return ending(monitor.report).text
-        sent = {**asdict(RankSummary.of(1, [record])), **change}
-        return ending(lambda: exchange(sent, optional(SUMMARY), group, topic="monitor")).text
+        sent = {"summary": {**asdict(RankSummary.of(1, [record])), **change}, "sent": []}
+        return ending(lambda: exchange(sent, optional(REPORT), group, topic="monitor")).text
 
     for text in fddp.loopback(2, run):
         assert text.startswith("rank 1 sent a malformed 'monitor' message: the value is {")
-        assert "expected None or an object with the fields rank, first, last" in text
+        assert "expected None or an object with the fields summary, sent" in text
 
 
 @given(_intervals, _seconds, _seconds)
@@ -89,6 +90,36 @@ def test_interval_overlap(intervals: tuple[Interval, ...], one: float, other: fl
     start_s, end_s = sorted((one, other))
     expected = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in intervals)
     assert overlap_s(intervals, start_s, end_s) == pytest.approx(expected, abs=1e-6)
+
+
+@given(_intervals, _intervals, _seconds, _seconds)
+def test_intervals_without_others(
+    intervals: tuple[Interval, ...], holes: tuple[Interval, ...], one: float, other: float
+) -> None:
+    start_s, end_s = sorted((one, other))
+    left = without(intervals, holes)
+    common_s = sum(overlap_s(intervals, max(a, start_s), min(b, end_s)) for a, b in holes)
+    expected_s = overlap_s(intervals, start_s, end_s) - common_s
+    assert overlap_s(left, start_s, end_s) == pytest.approx(expected_s, abs=1e-6)
+    assert all(start < end for start, end in left)
+
+
+@given(_intervals, _intervals, _intervals, st.lists(_seconds, min_size=4, max_size=4))
+def test_every_moment_counts_for_one_phase(
+    waits: tuple[Interval, ...],
+    collections: tuple[Interval, ...],
+    hooks: tuple[Interval, ...],
+    moments: list[float],
+) -> None:
+    """Of several, waiting comes first, and then the garbage collector."""
+    begun_s, start_s, backward_end_s, end_s = sorted(moments)
+    times = StepTimes((), start_s, backward_end_s, end_s, (), begun_s, waits, hooks, collections)
+    phases_s = step_phases(times)
+    assert sum(phases_s.values()) == pytest.approx(end_s - begun_s, abs=1e-6)
+    assert phases_s["wait"] == overlap_s(waits, begun_s, end_s)
+    of_collector = overlap_s(without(collections, waits), begun_s, end_s)
+    assert phases_s.get("gc", 0.0) == of_collector
+    assert ("gc" in phases_s) == bool(collections)
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=16, max_size=16, unique=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +142,54 @@ def test_examples_of_stragglers(name: str) -> None:
     assert {one.rank: one.behind_s for one in found} == pytest.approx(behind_s)
 
 
+def waiting(rank: int, wait_s: float, link_s: float | None, forward_s: float = 0.01) -> RankSummary:
+    """Summary of a rank of which only the waits, link and forward pass are of interest."""
+    records = [record_of(n, {"forward": forward_s, "wait": wait_s}) for n in range(9)]
+    return replace(RankSummary.of(rank, records), link_s=link_s)
+
+
+_links = st.lists(st.floats(0.001, 0.002), min_size=3, max_size=8)
+
+
+@given(_links, st.data(), st.floats(0.02, 1.0), st.floats(0.001, 2.0))
+def test_a_slow_link_is_named_for_as_long_as_all_wait(
+    links_s: list[float], data: st.DataObject, delay_s: float, wait_s: float
+) -> None:
+    slow = data.draw(st.integers(0, len(links_s) - 1))
+    links_s[slow] += delay_s
+    # Each other rank waits for ranks, too; the last one to arrive waits for links alone.
+    waits_s = [wait_s + 0.1 * rank for rank in range(len(links_s))]
+    found = find_stragglers(
+        [waiting(r, *of) for r, of in enumerate(zip(waits_s, links_s, strict=True))]
+    )
+    step_s = statistics.median(waits_s) + 0.01
+    if min(delay_s, wait_s) > 0.02 * step_s + 0.002:
+        assert [(one.rank, one.phase) for one in found] == [(slow, "communication")]
+        assert found[0].behind_s == pytest.approx(min(delay_s, wait_s), abs=0.002)
+    assert all(one.rank == slow for one in found)
+    assert all(one.behind_s == one.phase_behind_s <= wait_s for one in found)
+
+
+@given(_links, st.floats(0.0, 2.0))
+def test_links_that_are_alike_make_no_straggler(links_s: list[float], wait_s: float) -> None:
+    assert find_stragglers([waiting(r, wait_s, s) for r, s in enumerate(links_s)]) == ()
+
+
+def test_links_beside_own_work() -> None:
+    """A rank is named for the larger of both; a rank whose link is unknown, for its own work."""
+
+    def found(*summaries: RankSummary) -> list[tuple[int, str]]:
+        return [(one.rank, one.phase) for one in find_stragglers(summaries)]
+
+    quick = [waiting(0, 0.06, 0.001), waiting(1, 0.06, 0.001)]
+    assert found(*quick, waiting(2, 0.05, 0.09, 0.02)) == [(2, "communication")]
+    assert found(*quick, waiting(2, 0.05, 0.09, 0.09)) == [(2, "forward")]
+    assert found(*quick, waiting(2, 0.05, None, 0.09)) == [(2, "forward")]
+    assert found(*quick, waiting(2, 0.00, 0.09)) == [], "hidden behind its own work"
+    alone = [waiting(r, 0.05, None) for r in (0, 1)]
+    assert found(*alone, waiting(2, 0.05, 0.09)) == [], "with nothing to compare"
+
+
 def test_stragglers_are_listed_slowest_first() -> None:
     forward_s = [0.01, 0.06, 0.01, 0.11, 0.01]
     report = MonitorReport.of(summary_of(r, [{"forward": s}] * 9) for r, s in enumerate(forward_s))
@@ -151,6 +201,14 @@ def test_sums_run_for_others_make_no_straggler() -> None:
     """The last rank to arrive may run them, whereupon its sync takes longer; the rest is noise."""
     steps = [[{"forward": 0.1 + of, "sync": s} for of in NOISE_S] for s in (0.001, 0.02)]
     assert find_stragglers([summary_of(r, own) for r, own in enumerate(steps)]) == ()
+
+
+@pytest.mark.parametrize(("forward_s", "phase"), [(0.105, "forward"), (0.1, "sync")])
+def test_a_late_rank_is_slow_in_sync_for_another_cause(forward_s: float, phase: str) -> None:
+    """On a host with fewer cores than ranks it makes way for those that have waited for it."""
+    own = [[{"forward": 0.1, "sync": 0.001}] * 9, [{"forward": forward_s, "sync": 0.009}] * 9]
+    (found,) = find_stragglers([summary_of(r, steps) for r, steps in enumerate(own)])
+    assert (found.rank, found.phase) == (1, phase)
 
 
 def test_different_steps_are_not_compared() -> None:

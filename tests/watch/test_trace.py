@@ -37,7 +37,7 @@ def message_from_clock(zero_s: float, numbers: range, rest_s: float = 0.1) -> di
         buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
         end_s = at_s + 0.7 + rest_s
         times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, end_s, begun_s=at_s + 0.1)
-        phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
+        phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.2, "sync": rest_s}
         steps.append(StepRecord(n, phases_s, times))
     return trace_message(steps)
 
