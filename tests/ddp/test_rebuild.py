@@ -83,7 +83,7 @@ def test_a_killed_rank() -> None:
 
 
 def differ_by_a_step(rank: int, world_size: int) -> Any:
-    """Rank 0 has updated once more than rank 1, and rank 2 is killed."""
+    """Rank 1 has updated once more than rank 0, and rank 2 is killed."""
     dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.timedelta(seconds=LONG_S))
     model, optimizer = model_and_optimizer()
     ddp = fddp.DistributedDataParallel(model)
@@ -95,7 +95,7 @@ def differ_by_a_step(rank: int, world_size: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(fddp.RankLostError):
         ddp(data(0, 1)).sum().backward()
-    if rank == 0:  # as if the last collective of this step had ended here
+    if rank == 1:  # as if the last collective of this step had ended here
         ddp.steps.engine.finished += 1
         for param in model.parameters():
             param.grad = torch.ones_like(param)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.transport.c10d import ranks_left
+from fddp.transport.liveness import failure_detector
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.polling import LONG_S, PROMPT_S
 from tests.support.ranks import run_fresh, split_into_hosts
@@ -79,7 +80,7 @@ def test_two_ranks_are_killed_one_after_the_other(transport: str) -> None:
 
 
 def differ_by_a_step(rank: int, world_size: int) -> Any:
-    """Rank 0 has finished one step more than rank 1 knows of, and rank 2 is killed."""
+    """Rank 1 has finished one step more than rank 0 knows of, and rank 2 is killed."""
     sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
     state = {"w": torch.full((3,), 1.0), "number": 1}
     sync(mlp())
@@ -88,7 +89,7 @@ def differ_by_a_step(rank: int, world_size: int) -> Any:
         die()
     with pytest.raises(fddp.RankLostError):
         sync(mlp())
-    if rank == 0:  # as if its last collective had ended, and others' not
+    if rank == 1:  # as if its last collective had ended, and others' not
         sync._engine.finished += 1
         state = {"w": torch.full((3,), 2.0), "number": 2}
     sync, state = sync.rebuild(state=state)
@@ -198,9 +199,10 @@ def test_a_state_on_some_ranks_alone_is_an_error_on_all() -> None:
 def leave_early(rank: int, world_size: int, transport: str, options: Any) -> Any:
     """Rank 1 leaves after its step 2, and rank 0 after step 4."""
     hosts = split_into_hosts(HOSTS[transport]) if transport == "c10d" else nullcontext()
-    with hosts:
-        sync = fddp.GradSync(mlp(), timeout_s=LONG_S, **options)
-        calls, errors = [], []
+    # A rank that has closed without a word would be waited for.
+    with hosts, mock.patch.object(failure_detector, "_GRACE_S", LONG_S):
+        sync = fddp.GradSync(mlp(), timeout_s=4 * LONG_S, **options)
+        calls, errors, took_s = [], [], [0.0]
 
         def loss(p: Any, x: Any) -> Any:
             calls.append(number)
@@ -219,13 +221,15 @@ def leave_early(rank: int, world_size: int, transport: str, options: Any) -> Any
             except fddp.RankLostError as error:
                 errors.append(error.ranks)
                 assert "left after the last step, as announced" in str(error)  # noqa: PT017
+                begin_s = time.perf_counter()
                 sync, state = sync.rebuild(state=state)
+                took_s.append(time.perf_counter() - begin_s)
                 step = sync.value_and_grad(loss)
                 continue
             except fddp.ClosedError as error:
-                return state, calls, errors, str(error)
+                return state, calls, errors, str(error), max(took_s)
             state = update(state, grads)
-        return state, calls, errors, ""
+        return state, calls, errors, "", max(took_s)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +243,13 @@ def test_a_planned_leave_costs_the_others_no_step(transport: str, options: Any) 
     assert "this rank has left after step 2" in second[3]
     assert "this rank has left after step" in first[3]
     assert [int(state["number"]) for state, *_ in (first, second, third)] == [5, 3, 6]
-    for (_, calls, errors, _), lost in ((first, [(1,)]), (second, []), (third, [(1,), (0,)])):
+    for (_, calls, errors, _, took_s), lost in (
+        (first, [(1,)]),
+        (second, []),
+        (third, [(1,), (0,)]),
+    ):
         assert errors == lost
+        assert took_s < PROMPT_S
         inputs = {number: calls.count(number) for number in calls}
         assert options.get("virtual_ranks") or set(inputs.values()) == {1}  # nothing twice
     if "virtual_ranks" in options:
