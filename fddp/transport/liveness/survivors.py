@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _STOP = b"stop"
 _LONGEST_PAUSE_S = 0.01  # between two polls
+_FIRST_LOOK_S = 0.005  # between the first two looks for lost ranks
 
 
 def agree_on_left(
@@ -96,6 +97,7 @@ def _await_outcome(
     """Wait for the outcome of an attempt, or write it. Adds to `lost`, and returns the ranks that
     did not come and are not lost."""
     next_look_s, pause_s = 0.0, 0.0005
+    looks_s = _FIRST_LOOK_S  # a process that was killed may take some time to end
     absent = members - {own}
     while not attempt.check(["outcome"]):
         left, now_s = members - lost, time.perf_counter()
@@ -107,7 +109,8 @@ def _await_outcome(
             absent -= lost
             if absent and now_s > deadline_s:
                 attempt.compare_set("outcome", "", _STOP.decode())
-            next_look_s = time.perf_counter() + CHECK_INTERVAL_S
+            next_look_s = time.perf_counter() + looks_s
+            looks_s = min(2 * looks_s, CHECK_INTERVAL_S)
         else:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
