@@ -78,6 +78,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
 	$(RUN) -m benchmarks.few_bytes
+	$(RUN) -m benchmarks.recovery
 	$(RUN) -m benchmarks.stragglers --json $(BENCH)/stragglers.json
 	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost host_time virtual_ranks packing functional jax_trees stragglers))
 
