@@ -81,7 +81,9 @@ class Weights:
         self._on_first = weak_callback(self._before_first)
         self._parameters: Callable[[], HookedParameters | None] = lambda: None  # a weak reference
         self._sum = 0.0
-        self._left: list[tuple[int, int]] = []  # marks of the gradients after the last pass
+        # Gradients after the last pass, and their versions. They are kept, because another tensor
+        # could take the place in memory of one that is freed.
+        self._left: list[tuple[Tensor, int]] = []
         self._problem: WeightError | None = None  # of these gradients
         self._is_outside = False  # a pass is missing in the block of its forward pass
 
@@ -111,14 +113,14 @@ class Weights:
         try:
             yield
         except BaseException:
-            self._forget()
+            self.forget()
             raise
         else:
             self._leave(self._block)
         finally:
             self._block = None
             if (parameters := self._parameters()) is not None:
-                parameters.hooks.weigh(None, None)
+                parameters.hooks.weigh(1.0, None)
 
     def note_votes(self, some: bool) -> None:
         """Set `some`."""
@@ -140,7 +142,6 @@ class Weights:
         block = self._block
         if block is not None:
             self._count(block)
-            block.is_counted = False
             if joining and not block.has_forward:
                 self._note(WeightError(_FORWARD_OUTSIDE))
         elif self._left or self._is_outside or self._problem is not None:
@@ -152,10 +153,16 @@ class Weights:
         else:
             return None
         weight, problem = self._sum, self._problem
-        self._forget()
+        self.forget()
         if problem is not None:
             raise problem
         return weight if block is not None else None
+
+    def forget(self) -> None:
+        """Forget all passes: a step has taken them, or they are given up."""
+        self._left, self._sum, self._problem, self._is_outside = [], 0.0, None, False
+        if self._block is not None:
+            self._block.is_counted = False
 
     def _before_first(self) -> None:
         """Count the running pass, before its first gradient is accumulated."""
@@ -176,10 +183,14 @@ class Weights:
 
     def _compare(self) -> None:
         """Begin anew if `.grad` holds other gradients than those that the last pass has left."""
-        if _marks(self._named_grads()) == self._left:
+        named = self._named_grads()
+        if len(named) == len(self._left) and all(
+            grad is left and grad._version == version
+            for (_, grad), (left, version) in zip(named, self._left, strict=True)
+        ):
             return
         self._left, self._sum, self._problem = [], 0.0, None
-        for name, grad in self._named_grads():
+        for name, grad in named:
             if (grad._values() if grad.is_sparse else grad).any():
                 self._problem = WeightError(
                     f"{leaf_text(name)} had a gradient before the first weighted backward pass of "
@@ -192,12 +203,9 @@ class Weights:
     def _leave(self, block: _Block) -> None:
         """End a block without an error."""
         if block.is_counted:
-            self._left = _marks(self._named_grads())
+            self._left = [(grad, grad._version) for _, grad in self._named_grads()]
             self._sum = self._sum if self._left else 0.0
         self._is_outside = block.has_forward and not block.has_pass
-
-    def _forget(self) -> None:
-        self._left, self._sum, self._problem, self._is_outside = [], 0.0, None, False
 
     def _note(self, problem: WeightError) -> None:
         self._problem = self._problem or problem
@@ -240,8 +248,3 @@ def check_weighable(arguments: Arguments, *, delays: bool, steps_early: bool) ->
     else:
         return
     raise ValueError(f"weighted() and {what} can't be combined: {reason}")
-
-
-def _marks(named: list[tuple[str, Tensor]]) -> list[tuple[int, int]]:
-    """Return marks of tensors that change when they are written or replaced."""
-    return [(id(grad), grad._version) for _, grad in named]

@@ -30,7 +30,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -90,25 +89,21 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     return true;
   }
 
-  // Multiply the gradients that arrive from now on by `weight`, or no longer. 0 drops them, and counts them
-  // as used. `before_first` is called before the first of them is accumulated.
-  void weigh(std::optional<double> weight, py::object before_first) {
+  // Multiply the gradients that arrive from now on by `weight`. 0 drops them, and counts them as used.
+  // `before_first`, unless it is None, is called before the first of them is accumulated.
+  void weigh(double weight, py::object before_first) {
     const std::lock_guard<std::mutex> lock(mutex_);
     weight_ = weight;
+    awaits_first_ = !before_first.is_none();
     std::swap(before_first_, before_first);
-    awaits_first_ = weight.has_value();
   }
 
-  // Return the gradients of a leaf with their weight.
+  // Return the gradient of a leaf with its weight.
   variable_list weighted(const variable_list& grads) {
-    std::optional<double> weight;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      weight = weight_;
-    }
-    if (!weight || *weight == 1.0 || grads.empty() || !grads[0].defined()) return grads;
-    if (*weight == 0.0) return variable_list(1);
-    return {grads[0].mul(*weight)};
+    const double weight = weight_;
+    if (weight == 1.0 || grads.empty() || !grads[0].defined()) return grads;
+    if (weight == 0.0) return variable_list(1);
+    return {grads[0].mul(weight)};
   }
 
   // Number of hooks on the nodes of the parameters, those of other owners included.
@@ -331,7 +326,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
       const std::lock_guard<std::mutex> lock(mutex_);
       std::swap(call, before_first_);
     }
-    if (call && !call.is_none()) call();
+    call();
     awaits_first_ = false;
   }
 
@@ -375,9 +370,9 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   bool defers_hooks_ = false;            // within the step
   bool leaves_out_hooks_ = false;        // outside of a step
   std::atomic<bool> runs_hooks_{false};
-  std::optional<double> weight_;           // of the gradients that arrive
+  std::atomic<double> weight_{1.0};        // of the gradients that arrive
   py::object before_first_;                // to call before the first of them
-  std::atomic<bool> awaits_first_{false};  // no gradient has arrived since `weigh`
+  std::atomic<bool> awaits_first_{false};  // it has not been called
   std::mutex first_mutex_;                 // held during the call, and taken before `mutex_`
   std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
