@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import fddp
+from fddp.ddp import logging_data
 from fddp.errors import PeerError, WeightError
 from tests.support.hook_models import Halves
 from tests.support.models import rand
@@ -48,6 +51,7 @@ class Case(NamedTuple):
     options: str
     cleared: str
     kind: str
+    times: str
 
 
 PASSES = ["one", "micro-batches", "one block"]
@@ -72,6 +76,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "float": float,
     "tensor": lambda count: torch.tensor(count),
 }
+TIMES = ["measured", "not measured"]  # Python packs steps whose times are measured
 
 
 def is_valid(row: tuple[str, ...]) -> bool:
@@ -82,7 +87,7 @@ def is_valid(row: tuple[str, ...]) -> bool:
 
 
 ROWS = pairwise(
-    PASSES, EMPTY, ORDER, [*HOOKS], JOINS, [*OPTIONS], CLEARED, [*KINDS], valid=is_valid
+    PASSES, EMPTY, ORDER, [*HOOKS], JOINS, [*OPTIONS], CLEARED, [*KINDS], TIMES, valid=is_valid
 )
 
 
@@ -179,8 +184,12 @@ def check(found: list[dict[str, Tensor | None]], case: Case, world_size: int) ->
 
 
 @pytest.mark.parametrize("row", ROWS, ids=", ".join)
-def test_equal_to_one_process_on_the_union(row: tuple[str, ...]) -> None:
+def test_equal_to_one_process_on_the_union(
+    row: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(*row)
+    if case.times == "not measured":
+        monkeypatch.setattr(logging_data, "is_sampled", lambda *_: False)
     for rank, found in enumerate(fddp.loopback(3, lambda group: train(group, case, group.rank))):
         assert len(found) == steps_of(case, rank)
         check(found, case, 3)
@@ -188,12 +197,40 @@ def test_equal_to_one_process_on_the_union(row: tuple[str, ...]) -> None:
 
 @on_processes(2)
 def test_processes(rank: int, world_size: int) -> None:
-    group = torch.distributed.group.WORLD
-    for join in ("none", "Join"):  # the latter counts over a process group
-        case = Case(
-            "micro-batches", "one micro-batch", ORDER[0], "none", join, "views", "None", "tensor"
-        )
-        check(train(group, case, rank), case, world_size)
+    first = "micro-batches", "one micro-batch", ORDER[0], "none"
+    with mock.patch.object(logging_data, "is_sampled", return_value=False):
+        for join in ("none", "Join"):  # the latter counts over a process group
+            case = Case(*first, join, "views", "None", "tensor", "not measured")
+            check(train(torch.distributed.group.WORLD, case, rank), case, world_size)
+
+
+@pytest.mark.parametrize("hook", [None, fddp.hooks.top_k(1.0)], ids=str)
+@on_threads(2)
+def test_sparse_gradients(group: Any, hook: Any) -> None:
+    def model() -> nn.Module:
+        table = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)).double()
+        for number, leaf in enumerate(table.parameters()):
+            leaf.data = rand(*leaf.shape, seed=number).double()
+        return table
+
+    def words(rank: int, step: int, micro: int) -> Tensor:
+        return torch.tensor([1, 1, 2 + rank, 3 + step, 5 + micro][: 2 + rank + micro])
+
+    ddp = DDP(model(), process_group=group)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        ddp.zero_grad()
+        for micro in range(2):
+            own, quiet = words(group.rank, step, micro), ddp.no_sync()
+            with ddp.weighted(len(own)), contextlib.nullcontext() if micro else quiet:
+                mean_loss(ddp, own).backward()
+        alone = model()
+        every = [words(rank, step, micro) for rank in range(2) for micro in range(2)]
+        mean_loss(alone, torch.cat(every)).backward()
+        found, wanted = grads(ddp.module), grads(alone)
+        dense = {name: grad.to_dense() for name, grad in found.items() if grad is not None}
+        assert_close(dense, {name: g.to_dense() for name, g in wanted.items() if g is not None})
 
 
 def through_of(rank: int, micro: int) -> tuple[int, ...]:
@@ -620,12 +657,11 @@ def of_parameters(ddp: Any) -> None:
 
 
 def fused(ddp: Any) -> None:
-    ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings(record=True):  # of torch, about its own code
+        ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`TorchScript` support", "ignore:`torch.jit"
-)  # of torch's own optimizers, as they are imported
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch's own optimizers, as they are imported
 @pytest.mark.parametrize("register", [of_parameters, fused])
 @on_threads(1)
 def test_optimizers_in_backward_take_no_weights(
