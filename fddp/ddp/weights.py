@@ -20,7 +20,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,15 +58,6 @@ _FORWARD_OUTSIDE = (
 )
 
 
-@dataclass
-class _Block:
-    weight: float
-    error: WeightError | None  # of the weight that was given
-    has_forward: bool = False  # a forward pass ran within the block
-    has_pass: bool = False  # a backward pass did
-    is_counted: bool = False  # its weight is in the sum, which no step has taken since
-
-
 class Weights:
     """Sum of the weights of the passes whose gradients are in `.grad`; see [Note: weighted passes].
 
@@ -77,7 +67,6 @@ class Weights:
 
     def __init__(self) -> None:
         self.some = False
-        self._block: _Block | None = None
         self._on_first = weak_callback(self._before_first)
         self._parameters: Callable[[], HookedParameters | None] = lambda: None  # a weak reference
         self._sum = 0.0
@@ -86,28 +75,35 @@ class Weights:
         self._left: list[tuple[Tensor, int]] = []
         self._problem: WeightError | None = None  # of these gradients
         self._is_outside = False  # a pass is missing in the block of its forward pass
+        # Of the block.
+        self._own: float | None = None  # its weight; None outside
+        self._error: WeightError | None = None  # of the weight that was given
+        self._has_forward = False  # a forward pass ran within
+        self._has_pass = False  # a backward pass did
+        self._is_counted = False  # its weight is in the sum, which no step has taken since
 
     @property
     def is_on(self) -> bool:
         """True within a block."""
-        return self._block is not None
+        return self._own is not None
 
     def follow(self, parameters: HookedParameters) -> None:
         """Weigh the gradients of these parameters from now on."""
         self._parameters = weakref.ref(parameters)
-        if self._block is not None:
-            parameters.hooks.weigh(self._block.weight, self._on_first)
+        if self._own is not None:
+            parameters.hooks.weigh(self._own, self._on_first)
 
     @contextmanager
     @entrance
     def block(self, weight: float | Tensor) -> Iterator[None]:
         """Weigh backward passes; see `DistributedDataParallel.weighted`."""
-        if self._block is not None:
+        if self._own is not None:
             raise WeightError(_NESTED)
+        self._has_forward = self._has_pass = self._is_counted = False
         try:
-            self._block = _Block(checked_weight(weight), None)
+            self._own, self._error = checked_weight(weight), None
         except WeightError as error:
-            self._block = _Block(0.0, error)
+            self._own, self._error = 0.0, error.with_traceback(None)
         if (parameters := self._parameters()) is not None:
             self.follow(parameters)
         try:
@@ -116,9 +112,9 @@ class Weights:
             self.forget()
             raise
         else:
-            self._leave(self._block)
+            self._leave()
         finally:
-            self._block = None
+            self._own = None
             if (parameters := self._parameters()) is not None:
                 parameters.hooks.weigh(1.0, None)
 
@@ -128,8 +124,7 @@ class Weights:
 
     def note_forward(self) -> None:
         """Note a forward pass with gradients enabled."""
-        if self._block is not None:
-            self._block.has_forward = True
+        self._has_forward = True
 
     def take(self, *, joining: bool) -> float | None:
         """Return the weight of a step that takes the gradients, those of the running pass included;
@@ -139,10 +134,9 @@ class Weights:
             WeightError: the weight is invalid, or not that of all gradients; or this rank did not
                 announce it, while `joining`.
         """
-        block = self._block
-        if block is not None:
-            self._count(block)
-            if joining and not block.has_forward:
+        if self._own is not None:
+            self._count(self._own)
+            if joining and not self._has_forward:
                 self._note(WeightError(_FORWARD_OUTSIDE))
         elif self._left or self._is_outside or self._problem is not None:
             self._compare()
@@ -156,30 +150,29 @@ class Weights:
         self.forget()
         if problem is not None:
             raise problem
-        return weight if block is not None else None
+        return weight if self._own is not None else None
 
     def forget(self) -> None:
         """Forget all passes: a step has taken them, or they are given up."""
         self._left, self._sum, self._problem, self._is_outside = [], 0.0, None, False
-        if self._block is not None:
-            self._block.is_counted = False
+        self._is_counted = False
 
     def _before_first(self) -> None:
         """Count the running pass, before its first gradient is accumulated."""
-        if self._block is not None:
-            self._count(self._block)
+        if self._own is not None:
+            self._count(self._own)
             if torch.is_grad_enabled():
                 self._note(WeightError(_GRAPH))
 
-    def _count(self, block: _Block) -> None:
+    def _count(self, weight: float) -> None:
         """Add the weight of the block to the sum, unless it is there."""
-        if block.is_counted:
+        if self._is_counted:
             return
-        block.is_counted = block.has_pass = True
+        self._is_counted = self._has_pass = True
         self._compare()
-        self._sum += block.weight
-        if block.error is not None:
-            self._note(block.error)
+        self._sum += weight
+        if self._error is not None:
+            self._note(self._error)
 
     def _compare(self) -> None:
         """Begin anew if `.grad` holds other gradients than those that the last pass has left."""
@@ -200,12 +193,12 @@ class Weights:
                 )
                 return
 
-    def _leave(self, block: _Block) -> None:
-        """End a block without an error."""
-        if block.is_counted:
+    def _leave(self) -> None:
+        """End the block without an error."""
+        if self._is_counted:
             self._left = [(grad, grad._version) for _, grad in self._named_grads()]
             self._sum = self._sum if self._left else 0.0
-        self._is_outside = block.has_forward and not block.has_pass
+        self._is_outside = self._has_forward and not self._has_pass
 
     def _note(self, problem: WeightError) -> None:
         self._problem = self._problem or problem
