@@ -34,7 +34,7 @@ def items(rank: int, step: int, micro: int, count: int) -> Tensor:
 
 
 def mean_loss(module: nn.Module, x: Tensor) -> Tensor:
-    """Mean over items; NaN, as are its gradients, if there are none."""
+    """Mean over items; NaN if there are none, with gradients of zero."""
     loss: Tensor = module(x).square().mean(1).mean()
     return loss
 
@@ -116,6 +116,8 @@ def take_step(ddp: Any, case: Case, rank: int, step: int) -> None:
                 is_last = micro == len(numbers) - 1
                 quiet = contextlib.nullcontext() if is_last else ddp.no_sync()
                 x = items(rank, step, micro, count)
+                if count == 0 and (step + micro) % 2:
+                    x = torch.full((1, WIDTH), math.nan, dtype=x.dtype)  # its gradients are NaN
                 if case.passes == "one block":
                     stack.enter_context(quiet)
                     (mean_loss(ddp, x) * (count / total)).backward()
@@ -302,6 +304,36 @@ def test_between_micro_batches_grad_holds_the_weighted_sum(group: Any) -> None:
         assert_close(grads(ddp.module), grads(alone))
 
 
+class Shares(nn.Module):
+    """Layers whose gradients share memory: of a sum, through a view, expanded, and of a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("one", "other", "viewed", "expanded", "hooked")
+        for number, name in enumerate(names):
+            self.register_parameter(name, nn.Parameter(rand(1, WIDTH, seed=number).double()))
+        self.seen: list[Tensor] = []
+        self.hooked.register_hook(self.seen.append)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed = self.one + self.other + self.viewed.view(WIDTH).view(1, WIDTH)
+        factors = summed.exp() + self.hooked.sin()
+        return x * factors + self.expanded.sum() * x.mean(1, keepdim=True)
+
+
+@on_threads(2)
+def test_gradients_that_share_memory(group: Any) -> None:
+    ddp, alone = DDP(Shares(), process_group=group), Shares()
+    x = [items(rank, 0, 0, 1 + rank) for rank in range(2)]
+    with ddp.weighted(1 + group.rank):
+        mean_loss(ddp, x[group.rank]).backward()
+    mean_loss(alone, x[group.rank]).backward()
+    assert_close({"seen": ddp.module.seen[0]}, {"seen": alone.seen[0]})
+    alone.zero_grad()
+    mean_loss(alone, torch.cat(x)).backward()
+    assert_close(grads(ddp.module), grads(alone))
+
+
 @on_threads(2)
 def test_a_rank_without_a_weight_has_weight_one(group: Any) -> None:
     ddp, alone = DDP(net(), process_group=group), net()
@@ -312,9 +344,11 @@ def test_a_rank_without_a_weight_has_weight_one(group: Any) -> None:
     assert_close(grads(ddp.module), grads(alone))
 
 
+@pytest.mark.parametrize("finds", [False, True])
 @on_threads(2)
-def test_an_empty_rank_repairs_no_bucket(group: Any) -> None:
-    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+def test_an_empty_rank_repairs_no_bucket(group: Any, finds: bool) -> None:
+    options = {"bucket_cap_mb": TINY_CAP_MB, "find_unused_parameters": finds}
+    ddp = DDP(net(), process_group=group, **options)
     ddp.keep_sync_info()
     for step in range(5):
         ddp.zero_grad()

@@ -103,7 +103,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     const double weight = weight_;
     if (weight == 1.0 || grads.empty() || !grads[0].defined()) return grads;
     if (weight == 0.0) return variable_list(1);
-    return {grads[0].mul(weight)};
+    return {grads[0].mul(weight)};  // what was passed may be other gradients, too
   }
 
   // Number of hooks on the nodes of the parameters, those of other owners included.
