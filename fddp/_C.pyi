@@ -391,6 +391,10 @@ class ParamSet(GradientCounter):
         """Return True if the hooks are still where gradients of `params`, which were given to the
         constructor, will arrive."""
 
+    def weigh(self, weight: float, before_first: Callable[[], object] | None) -> None:
+        """Multiply the gradients that arrive from now on by `weight`. 0 drops them, and counts them
+        as used. `before_first` is called before the first of them is accumulated."""
+
     def hook_count(self) -> int:
         """Return the number of hooks where gradients arrive, those of other owners included."""
 

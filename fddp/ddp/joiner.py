@@ -27,7 +27,7 @@ from fddp.ddp.torch_private import JoinConfig
 from fddp.errors import FddpError, NonFiniteError, PeerError, RankLostError
 from fddp.transport import Transport
 
-_HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # flags of a vote
+_HAS_INPUT, _SYNCS, _LEAVES, _WEIGHS = 1, 2, 4, 8  # flags of a vote
 
 
 class CountedHere(JoinConfig):
@@ -75,12 +75,12 @@ class Joiner:
             FddpError: a rank has left; see [Note: steps that fail within join].
         """
         syncs = mine and self.steps.settings.syncs
-        votes = self._votes(_HAS_INPUT * mine + _SYNCS * syncs)
+        votes = self._votes(_HAS_INPUT * mine + self._pass_flags(syncs))
         kept, self._failure = self._failure, None
         left = tuple(rank for rank, vote in enumerate(votes) if vote & _LEAVES)
         if left:
             raise kept or _left_error(self.steps, left)
-        self._some_sync = any(vote & _SYNCS for vote in votes)
+        self._note_passes(votes)
         return sum(bool(vote & _HAS_INPUT) for vote in votes)
 
     def leave(self) -> None:
@@ -100,9 +100,19 @@ class Joiner:
 
         A collective call, unless the count of ranks with input included it.
         """
-        if isinstance(config, CountedHere):
-            return self._some_sync
-        return last_rank(self.steps.engine.transport, mine=mine) is not None
+        if not isinstance(config, CountedHere):
+            own = bytes([self._pass_flags(mine)])
+            received = self.steps.engine.transport.exchange(own, "votes")
+            self._note_passes([int.from_bytes(vote[:1], "big") for vote in received])
+        return self._some_sync
+
+    def _pass_flags(self, syncs: bool) -> int:
+        """Flags of the coming backward pass of this rank."""
+        return _SYNCS * syncs + _WEIGHS * (syncs and self.steps.weights.is_on)
+
+    def _note_passes(self, votes: list[int]) -> None:
+        self._some_sync = any(vote & _SYNCS for vote in votes)
+        self.steps.weights.note_votes(any(vote & _WEIGHS for vote in votes))
 
     def take_part(self, ddp: Joinable, weight: float) -> None:
         """Run a step of the others, with this weight and without gradients.

@@ -72,7 +72,9 @@ from fddp.ddp.parameters import HookedParameters
 from fddp.ddp.request import ModuleRequest, current_request
 from fddp.ddp.unused_parameters import ParameterUse, Usage, changed_graph_error
 from fddp.ddp.weak_callback import weak_callback
-from fddp.errors import DesyncError, InternalError, TransformError
+from fddp.ddp.weights import IN_CONTEXT as WEIGHTED_IN_CONTEXT
+from fddp.ddp.weights import Weights
+from fddp.errors import DesyncError, InternalError, TransformError, WeightError
 from fddp.hooks import Hook
 from fddp.hooks import cast as cast_hook
 from fddp.native import extension
@@ -145,6 +147,7 @@ class Steps:
         self.has_changed = False  # the parameters are no longer those of the plan
         self.skipped = False  # all ranks left out the last step because of a non-finite number
         self.stopping = Stopping()  # requests to stop, of every engine
+        self.weights = Weights()  # of backward passes
         # Further waits for the end of a step, which other parts of the wrapper append.
         self.work: list[Callable[[], object]] = []
         # Earlier backward passes of the current step.
@@ -425,6 +428,8 @@ class Steps:
         """
         with self.lock:
             if self._takes_pass():
+                if context is not None and self.weights.is_on:
+                    raise WeightError(WEIGHTED_IN_CONTEXT)
                 self._context = context
                 event: Event = "grad arrived" if context is None else "context grad arrived"
                 self.parameters.hooks.on_home_streams(partial(self.note, event))
@@ -656,8 +661,10 @@ class Steps:
         elif action == "open in context":
             self._begin_in_context()
         elif action == "take part":
-            nothing = Contributions(weight=self._weight)
-            self.step.begin(nothing, self.parameters.leaves, allow_idle_ranks=True)
+            # The mean over items has none of this rank, whatever the divisor of `join`.
+            is_weighted = self.weights.some
+            nothing = Contributions(weight=0.0 if is_weighted else self._weight)
+            self.step.begin(nothing, self.parameters.leaves, allow_idle_ranks=not is_weighted)
         return None
 
     def _begin_in_context(self) -> None:
@@ -682,6 +689,7 @@ class Steps:
         try:
             if self.has_changed:
                 raise ParametersChangedError
+            weight = self.weights.take(joining=self.usage.joining)
             assert self.step is not None
             if self.step.is_captured:
                 self._check_new_gradients(self.step)
@@ -689,7 +697,8 @@ class Steps:
             replaces = arguments.gradient_as_bucket_view and virtual is None
             self.step.begin(
                 BackwardContributions(
-                    weight=1.0,
+                    weight=1.0 if weight is None else weight,
+                    factor=1.0,
                     accumulated=None,
                     idle=self.step.idle,
                     aliases_buffer=self.parameters.hooks.aliases_buffer if replaces else None,
@@ -699,7 +708,7 @@ class Steps:
                 earlier=None
                 if virtual is None
                 else virtual.sums(self.engine, self.step, self.parameters.leaves),
-                allow_idle_ranks=self.usage.joining,
+                allow_idle_ranks=self.usage.joining and not self.weights.some,
             )
             self.step.arm(self.parameters.hooks, self.parameters.graph, self.engine.arrivals)
         except BaseException as error:
@@ -827,6 +836,7 @@ class Steps:
         self.parameters = HookedParameters(
             self._request, self.passes, undefined_counts=self.usage.reports_unused
         )
+        self.weights.follow(self.parameters)
         rank = self.engine.transport.rank
         self._reports.follow(self.parameters.names, self.parameters.leaves, rank)
 

@@ -61,6 +61,7 @@ from fddp.ddp.request import FailedRequest
 from fddp.ddp.steps import Steps
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
+from fddp.ddp.weights import check_weighable
 from fddp.hooks import Hook, TorchHook, builtin
 from fddp.native import extension
 from fddp.native.untraced import untraced
@@ -266,6 +267,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         self.logger = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
         self._all_delayed = not self._watch.params
+        self._optimizes_early = False  # an optimizer of `_register_fused_optim` steps in backward
         self._settings.enter_step(False)
         self._connect()
         self.reducer = Reducer(self)
@@ -393,6 +395,48 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             [('PeerError', True), ('ValueError', True)]
         """
         return step_scope(self, self._steps, self._forward_passes)
+
+    @entrance
+    def weighted(self, weight: float | Tensor) -> AbstractContextManager[None]:
+        """Give a micro-batch a weight in the mean, such as its number of samples or tokens.
+
+        The block contains the forward and backward pass of a loss that is a *mean* over `weight`
+        items. Gradients of a step are then the mean over all items of all ranks and micro-batches.
+        Earlier micro-batches are under `no_sync`, each in a block of its own. Between them, `.grad`
+        holds the sum of each weight times its gradient. Gradients of a block of weight 0 count as
+        zeros, NaN included. A step without blocks has weight 1 on its rank.
+
+        Clear gradients before the first block of a step, where values of `.grad` that were kept
+        (`zero_grad(set_to_none=False)`) are read. An exception in the block leaves no weight.
+
+        Args:
+            weight: from 0 to 2**512; as for `GradSync`. A tensor has one element, and is read,
+                which waits for its device.
+
+        Raises:
+            ValueError: the wrapper has virtual ranks, `report="next"`, parameters with a delayed
+                all-reduce, or an optimizer that steps in backward.
+            WeightError: a block is entered within another one. At the end of backward, on every
+                rank: the weight is no number from 0 to 2**512, all weights are 0, `.grad` held
+                other gradients, or a pass of the step was in no block.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     ddp = fddp.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+            ...     batch = torch.full((1 + 2 * group.rank, 1), 1.0 + group.rank)
+            ...     with ddp.weighted(len(batch)):
+            ...         ddp(batch).mean().backward()
+            ...     return ddp.module.weight.grad.item()
+            >>> fddp.loopback(2, train)  # (1 + 2 + 2 + 2) / 4
+            [1.75, 1.75]
+        """
+        check_weighable(
+            self._options.arguments,
+            delays=self._delayed is not None,
+            steps_early=self._optimizes_early or self._has_optimizers_in_backward(),
+        )
+        return self._steps.weights.block(weight)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -592,7 +636,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
 
         See `torch.distributed.optim._apply_optimizer_in_backward`.
         """
-        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+        if self._has_optimizers_in_backward():
             self._check_steps_wait("_apply_optimizer_in_backward")
         # In both modes, `.grad` is no view of a bucket when the hook runs.
         as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
@@ -604,7 +648,11 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
         """Run an optimizer in a hook, bucket by bucket, as torch does."""
         self._check_steps_wait("_register_fused_optim")
+        self._optimizes_early = True
         super()._register_fused_optim(*args, **kwargs)
+
+    def _has_optimizers_in_backward(self) -> bool:
+        return any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters)
 
     def _check_steps_wait(self, way: str) -> None:
         # Gradients are checked at the end of a step; an optimizer must not have used some before.

@@ -61,7 +61,7 @@ class Contributions:
     Attributes:
         leaves: as above; None also without a weight.
         weight: weight of this rank's gradients, accumulated ones included.
-        own_weight: weight of the gradients of this call alone.
+        own_weight: factor on the gradients of this call alone.
         allocates_early: True if the buckets are allocated when the step begins.
     """
 
@@ -130,6 +130,7 @@ class BackwardContributions(Contributions):
 
     Args:
         weight: weight of this backward pass; 0 if there is none, and `arm` is not called.
+        factor: factor on its gradients; None if that is their weight.
         accumulated: weighted sums of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
         aliases_buffer: as in `Contributions`.
@@ -147,6 +148,7 @@ class BackwardContributions(Contributions):
         self,
         *,
         weight: float,
+        factor: float | None = None,
         accumulated: Accumulated | None,
         idle: Collection[int] = (),
         aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
@@ -154,7 +156,7 @@ class BackwardContributions(Contributions):
     ) -> None:
         self.leaves = None
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
-        self.own_weight = weight
+        self.own_weight = weight if factor is None else factor
         self.accumulated = accumulated
         self.aliases_buffer = aliases_buffer
         self.allocates_early = packs_early

@@ -368,7 +368,7 @@ class Step:
         if source.leaves is not None:
             self.executor.pack_leaves(source.leaves, self.scale.before(source.weight))
         elif source.leaf_set is not None:
-            self.executor.pack_counted(source.leaf_set, self.scale.before(source.weight))
+            self.executor.pack_counted(source.leaf_set, self.scale.before(source.own_weight))
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""

@@ -93,3 +93,23 @@ def test_undefined_gradients_in_a_context_are_zeros(tmp_path: Path) -> None:
         in_context, outside = outcome.result
         assert not outside["scales.1"].any()
         assert_close(in_context, outside)
+
+
+def weighted_in_a_context(rank: int, world_size: int, shared_file: str) -> str:
+    """Text of the error of a weighted pass in a context."""
+    init_rpc(rank, shared_file)
+    ddp = DDP(net())
+    text = ""
+    with dist_autograd.context() as context, ddp.weighted(1 + rank):
+        try:
+            dist_autograd.backward(context, [ddp(batch(rank)).square().mean()])
+        except Exception as error:
+            text = str(error)
+    rpc.shutdown()
+    return text
+
+
+def test_weights_in_a_context_are_refused(tmp_path: Path) -> None:
+    for outcome in run_fresh(2, weighted_in_a_context, str(tmp_path / "store")):
+        assert outcome.error is None
+        assert "distributed autograd can't be weighted; leave out weighted()" in outcome.result

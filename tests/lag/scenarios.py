@@ -79,6 +79,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         s.sparse_taken,
         w.wrapped_with_views,
         w.accumulated,
+        w.weighted,
         w.frozen,
         w.wrapped_with_a_table,
         w.hooked,

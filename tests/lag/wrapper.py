@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from typing import Any
 
@@ -92,6 +93,30 @@ def accumulated(rank: Rank) -> None:
         mean_square(ddp, rank.put(batch(rank.number, 1))).backward()
         first, second = module_means(0, mean_square), module_means(1, mean_square)
         rank.check(gradients(net), {name: first[name] + second[name] for name in first})
+
+
+def weighted(rank: Rank) -> None:
+    """Two micro-batches with weights, which are tensors of the device, and one of them 0."""
+    weights = torch.tensor([[3.0, 2.0], [0.0, 5.0]])
+    expected: dict[str, Tensor] = {}
+    for owner, number in ((0, 0), (0, 1), (1, 1)):
+        net = module(torch.device("cpu"))
+        mean_square(net, batch(owner, number)).backward()
+        for name, grad in gradients(net).items():
+            own = grad * weights[owner, number] / weights.sum()
+            expected[name] = expected.get(name, torch.zeros_like(grad)) + own
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for step in range(4):
+        ddp.zero_grad(set_to_none=step < 2)
+        for number in range(2):
+            x = rank.put(batch(rank.number, number))
+            if weights[rank.number, number] == 0.0:
+                x.fill_(float("nan"))
+            own = rank.put(weights[rank.number, number])
+            with ddp.weighted(own), contextlib.nullcontext() if number else ddp.no_sync():
+                mean_square(ddp, x).backward()
+        rank.check(gradients(net), expected)
 
 
 def frozen(rank: Rank) -> None:

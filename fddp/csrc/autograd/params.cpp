@@ -63,6 +63,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   ~ParamSet() override {
     py::gil_scoped_acquire gil;
     watch_.reset();
+    before_first_ = py::object();
     if (accumulators_.size() < size()) return;  // not hooked
     for (at::Tensor& leaf : leaves_) c10::MaybeOwnedTraits<at::Tensor>::destroyBorrow(leaf);
   }
@@ -86,6 +87,23 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
       if (leaves_[i].sizes() != shapes_[i]) return false;
     }
     return true;
+  }
+
+  // Multiply the gradients that arrive from now on by `weight`. 0 drops them, and counts them as used.
+  // `before_first`, unless it is None, is called before the first of them is accumulated.
+  void weigh(double weight, py::object before_first) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    weight_ = weight;
+    awaits_first_ = !before_first.is_none();
+    std::swap(before_first_, before_first);
+  }
+
+  // Return the gradient of a leaf with its weight.
+  variable_list weighted(const variable_list& grads) {
+    const double weight = weight_;
+    if (weight == 1.0 || grads.empty() || !grads[0].defined()) return grads;
+    if (weight == 0.0) return variable_list(1);
+    return {grads[0].mul(weight)};  // what was passed may be other gradients, too
   }
 
   // Number of hooks on the nodes of the parameters, those of other owners included.
@@ -247,6 +265,7 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   }
 
   void before_accumulation(size_t leaf) {
+    if (awaits_first_) call_before_first();
     defer_hooks(leaf);  // users may add hooks at any time
     bool opens = false;
     {
@@ -265,9 +284,10 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
     bool is_local = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (is_undefined && !(in_step_ && counts_undefined_)) return;
+      const bool is_dropped = weight_ == 0.0;
+      if (is_undefined && !is_dropped && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
-      is_local = !in_step_ && watch_->reports_local;
+      is_local = !in_step_ && !is_dropped && watch_->reports_local;
     }
     on_gradient(leaf, is_undefined);
     if (is_local && !is_taken_by_another(leaf)) {
@@ -295,6 +315,20 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
 
  private:
   void hook();
+
+  // Call what was given to `weigh`. Threads of other devices wait until it has returned.
+  void call_before_first() {
+    const std::lock_guard<std::mutex> first(first_mutex_);
+    if (!awaits_first_) return;
+    const PythonEntry python;
+    py::object call;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::swap(call, before_first_);
+    }
+    call();
+    awaits_first_ = false;
+  }
 
   // Defer the hooks of a parameter from now on, if it has some.
   void defer_hooks(size_t leaf) {
@@ -336,6 +370,10 @@ class ParamSet : public GradientCounter, public HookOwner, public std::enable_sh
   bool defers_hooks_ = false;            // within the step
   bool leaves_out_hooks_ = false;        // outside of a step
   std::atomic<bool> runs_hooks_{false};
+  std::atomic<double> weight_{1.0};        // of the gradients that arrive
+  py::object before_first_;                // to call before the first of them
+  std::atomic<bool> awaits_first_{false};  // it has not been called
+  std::mutex first_mutex_;                 // held during the call, and taken before `mutex_`
   std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
 };
@@ -345,8 +383,10 @@ class PreAccumulateHook : public FunctionPreHook {
   PreAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& grads) override {
-    if (const auto set = set_.lock()) set->before_accumulation(leaf_);
-    return grads;
+    const auto set = set_.lock();
+    if (set == nullptr) return grads;
+    set->before_accumulation(leaf_);
+    return set->weighted(grads);
   }
   void compiled_args(CompiledNodeArgs&) const override {}  // no effect in compiled autograd
 
@@ -434,6 +474,7 @@ void bind_params(py::module_& m) {
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("watch").none(false))
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact, py::arg("params"))
+      .def("weigh", &ParamSet::weigh, py::arg("weight"), py::arg("before_first"))
       .def("hook_count", &ParamSet::hook_count)
       .def("leave_out_hooks", &ParamSet::leave_out_hooks, py::arg("on"))
       .def("run_hooks", &ParamSet::run_hooks)
