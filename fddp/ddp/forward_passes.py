@@ -92,7 +92,6 @@ class ForwardPasses:
         steps.parameters.hooks.await_gradients([])
         if is_grad_enabled:
             steps.begin_forward()
-        if is_grad_enabled:
             steps.weights.note_forward()
         self.run_before(ddp)
 
