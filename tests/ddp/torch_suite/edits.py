@@ -1,6 +1,6 @@
 """The few changes to torch's tests: what takes the place of a text in a function's source.
 
-docs/ddp.md has them, too, in the table that `table` returns.
+docs/ddp.md lists them.
 """
 
 from __future__ import annotations
@@ -65,11 +65,3 @@ EDITS = [
         "It counts Dynamo's recompilations, of which torch's own class has too many.",
     ),
 ]
-
-
-def table() -> str:
-    """The changes as a table in Markdown."""
-    rows = [
-        f"| `{edit.function}` | `{edit.old}` | `{edit.new}` | {edit.reason} |" for edit in EDITS
-    ]
-    return "\n".join(["| In | Text | Replaced by | Reason |", "| --- | --- | --- | --- |", *rows])
