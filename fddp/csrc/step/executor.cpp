@@ -311,15 +311,14 @@ void Executor::launch(int64_t position) {
     const PythonEntry python;
     pending = pending_in_python(calls_->run(step(), position, is_free_));
   }
-  if (range) {
-    if (pending) {
-      pending->end_range(range);
-    } else {
-      range->end();
-    }
-  }
   launch_of_[position] = static_cast<int64_t>(launches_.size());
-  launches_.push_back({position, instr.bucket, std::move(pending), record, std::move(range)});
+  launches_.push_back({position, instr.bucket, pending, record, range});
+  if (!range) return;
+  if (pending) {
+    pending->end_range(std::move(range));
+  } else {
+    range->end();
+  }
 }
 
 std::shared_ptr<CollectiveRange> Executor::begin_range(const Instr& instr, bool is_word) const {

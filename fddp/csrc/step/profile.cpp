@@ -57,7 +57,7 @@ class Rows {
   }
   void close(size_t number) {
     const std::lock_guard lock(mutex_);
-    rows_[number].is_open = false;
+    if (number < rows_.size()) rows_[number].is_open = false;  // else of the process that was forked
   }
 
  private:
@@ -85,24 +85,23 @@ class Rows {
 }  // namespace
 
 std::shared_ptr<CollectiveRange> CollectiveRange::begin(const std::string& title, const at::Tensor& tensor) {
-  if (!at::hasCallbacks()) return nullptr;
-  auto range = std::make_shared<CollectiveRange>();
-  range->function_ = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
-  if (!range->function_->isActive()) return nullptr;
-  range->function_->_setAsync();
+  auto function = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+  if (!function->isActive()) return nullptr;
+  function->_setAsync();
   const std::shared_ptr<DebugInfo> profiler = DebugInfo::current();
-  range->profiler_ = profiler;
   std::vector<c10::IValue> inputs;
   if (tensor.defined()) inputs.emplace_back(tensor);
+  auto range = std::make_shared<CollectiveRange>();
   try {
     range->row_ = shm::of_process<Rows>().open([&] {
       const ProfilerGuard guard(profiler);
-      range->function_->before(std::string_view(title), &inputs);
+      function->before(std::string_view(title), &inputs);
     });
   } catch (const std::system_error&) {  // a profile is no reason to fail a step
-    range->function_.reset();
     return nullptr;
   }
+  range->function_ = std::move(function);
+  range->profiler_ = profiler;
   return range;
 }
 

@@ -23,7 +23,7 @@ namespace fddp {
 class CollectiveRange {
  public:
   // Begin the range of a collective on a tensor, which may be undefined and is not kept. Return null
-  // if there is no profiler, or no thread for a row.
+  // if no profiler records this thread, or no thread can be started.
   static std::shared_ptr<CollectiveRange> begin(const std::string& title, const at::Tensor& tensor);
 
   CollectiveRange() = default;
