@@ -462,11 +462,16 @@ class FlightRing:
     def records(self) -> list[tuple[int, int, int, int, float, float, float]]:
         """Return the newest operations, with the fields of `FlightRecord`."""
 
-# step/executor.cpp; see [Note: one executor]
+# step/profile.cpp; see [Note: rows of collectives]
 
 def is_profiled() -> bool:
     """Return True if scopes of `torch.profiler.record_function` are recorded. A scope costs
     microseconds even if nothing is recorded."""
+
+class CollectiveRange:
+    """Range of a collective in a profile."""
+
+# step/executor.cpp; see [Note: one executor]
 
 class StepBucket:
     """Constants of a bucket; see `fddp.runtime.program.BucketProgram`. With `keep`, the leaves
@@ -486,7 +491,8 @@ class Instr:
     """An operation of a schedule. It works on elements `start` to `stop` of a bucket (-1 for a
     control word that travels by itself), and waits for the collectives at the positions `waits`.
     Its guard decides whether it runs: idle buckets are left out because no rank used them in the
-    step before, and a gradient that comes for one all the same is late."""
+    step before, and a gradient that comes for one all the same is late. The title is its name in a
+    profile."""
 
     def __init__(
         self,
@@ -498,6 +504,7 @@ class Instr:
         start: int,
         stop: int,
         waits: Sequence[int],
+        title: str,
     ) -> None: ...
 
 class StepProgram:
@@ -516,6 +523,7 @@ class StepProgram:
         limb_bits: int,
         limbs: int,
         defers_report: bool,
+        word_title: str,
     ) -> None: ...
 
 class StepCalls:
@@ -743,6 +751,9 @@ class ShmOperation:
     def done_s(self) -> float | None:
         """Time of the end, in seconds of `time.perf_counter`; None before."""
 
+    def end_range(self, range: CollectiveRange) -> None:
+        """End a range of a profile at the completion of the operation."""
+
     def descriptors(self) -> list[dict[str, Any]]:
         """After `SHM_MISMATCH`, return the operation of each member; nothing otherwise."""
 
@@ -834,6 +845,9 @@ class CompletionTimestamp:
     @property
     def completed_s(self) -> float | None:
         """Seconds of `time.perf_counter`; None while the Work is pending."""
+
+def end_range_after(works: Sequence[dist.Work], range: CollectiveRange) -> None:
+    """End a range of a profile at the completion of the last of some Works."""
 
 # c10d/work_spin.cpp
 

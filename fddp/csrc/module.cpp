@@ -18,6 +18,7 @@ void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
 void bind_executor(py::module_&);
+void bind_profile(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled parts of fddp. Load them with fddp.native.extension, which checks the build.";
@@ -32,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
   bind_leaves(m);
   bind_params(m);
   bind_flight_ring(m);
+  bind_profile(m);
   bind_executor(m);
   bind_backend_release(m);
   bind_shm_arena(m);

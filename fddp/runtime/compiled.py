@@ -105,7 +105,7 @@ class CompiledProgram:
             )
             for bucket in program.buckets
         ]
-        piggyback = schedule.piggyback_op
+        piggyback, word = schedule.piggyback_op, program.control
         return module.StepProgram(
             [self._instr(position) for position in range(len(schedule.ops))],
             buckets,
@@ -118,6 +118,7 @@ class CompiledProgram:
             limb_bits=program.control.limb_bits,
             limbs=program.control.fields["fingerprint"].stop,
             defers_report=program.defers_report,
+            word_title=f"fddp::all_reduce control word: {_size(word.size, word.format)}",
         )
 
     def _instr(self, position: int) -> Instr:
@@ -151,7 +152,21 @@ class CompiledProgram:
             start=start,
             stop=stop,
             waits=program.waits[position],
+            title=self._title(position),
         )
+
+    def _title(self, position: int) -> str:
+        """Name of an operation in a profile."""
+        op = self.program.schedule.ops[position]
+        if op.kind == "control":
+            return "fddp::control"
+        bucket, (start, stop) = self.program.buckets[op.bucket], self.program.extents[position]
+        title = f"fddp::{op.kind} bucket {op.bucket}" + (
+            "" if op.when == "always" else f" ({op.when})"
+        )
+        if bucket.sparse:  # of which the size is not known before
+            return title
+        return f"{title}: {_size(stop - start, str(bucket.wire_dtype).removeprefix('torch.'))}"
 
     def _is_plain(self, op: Op) -> bool:
         """Return True for a sum of a bucket over all ranks, which the extension can start."""
@@ -178,3 +193,7 @@ class CompiledProgram:
             report = decode(layout, vector * ranks, fingerprint=0, world_size=ranks)
             found = self._words[method] = RegularWord(torch.from_numpy(vector), report)
         return found
+
+
+def _size(numel: int, dtype: str) -> str:
+    return f"{numel * getattr(torch, dtype).itemsize} bytes of {dtype}"

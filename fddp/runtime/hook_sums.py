@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from fddp.telemetry.waits import note_wait
 from fddp.transport.base import Transport
 from fddp.transport.liveness.membership import CHECK_INTERVAL_S
 from fddp.tree.pytree import flatten
+
+if TYPE_CHECKING:
+    from fddp._C import CollectiveRange
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 0.01  # between two looks at the future of a raw hook
 
@@ -320,6 +323,9 @@ class StageWork:
     def nbytes(self) -> int:
         """Bytes that this rank has passed to collectives."""
         return self.work.collectives.nbytes
+
+    def end_range(self, range: CollectiveRange) -> None:
+        """As `Work.end_range`. A stage may have several collectives: it ends with `wait`."""
 
     def wait(self, what: str) -> None:
         """Wait until the next stage could start; after the last, store the result."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from fddp.runtime.sparse import SparseForm
 from fddp.runtime.step import Step
 from fddp.transport.base import Axes, Transport, Work
 from fddp.transport.operation import OperationKind
+
+if TYPE_CHECKING:
+    from fddp._C import CollectiveRange
 
 
 def run(step: Step, position: int, wait_soon: bool) -> Any:
@@ -320,6 +323,10 @@ class RowsWork:
     def done_s(self) -> float | None:
         """As `Work.done_s`."""
         return self._work.done_s
+
+    def end_range(self, range: CollectiveRange) -> None:
+        """As `Work.end_range`."""
+        self._work.end_range(range)
 
     def wait(self, what: str) -> None:
         """Wait for the collective, and take its results out of the rows."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from fddp._C import CollectiveRange
     from fddp.core.schedule.sum_tree import SumTree
     from fddp.core.schedule.topology import Topology
     from fddp.transport.liveness.status import TransportStatus
@@ -104,6 +105,11 @@ class Work(ABC):
 
         None if the operation was started without `record_time`.
         """
+
+    def end_range(self, range: CollectiveRange) -> None:
+        """End the range of the operation in a profile at its completion. A range that is still open
+        after `wait` ends there."""
+        return
 
     @property
     def results(self) -> list[Tensor]:

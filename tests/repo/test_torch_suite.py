@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from tests.ddp.torch_suite.catalogue import TorchTest, torch_tests, wrapper_test_names
+from tests.ddp.torch_suite.catalogue import (
+    TorchTest,
+    tests_through,
+    torch_tests,
+    wrapper_test_names,
+)
+from tests.ddp.torch_suite.edits import EDITS
 from tests.ddp.torch_suite.left_out import LEFT_OUT
 from tests.support.ranks import RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _WRAPPER = os.environ.get("TORCH_SUITE_WRAPPER", "fddp.DistributedDataParallel")
 _ALL = torch_tests()
@@ -74,6 +81,27 @@ def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file:
 
 def test_left_out_tests_exist() -> None:
     assert not (_LEFT_OUT | _LONG) - {test.name for test in _ALL} - wrapper_test_names()
+
+
+def test_the_page_lists_what_is_left_out_and_edited() -> None:
+    page = (Path(__file__).parents[2] / "docs/ddp.md").read_text()
+    section = page.partition("\n## The tests of torch\n")[2].partition("\n## ")[0]
+    rows = [
+        *(
+            f"| {', '.join(f'`{n}`' for n in sorted(names))} | {why} |"
+            for why, names in LEFT_OUT.items()
+        ),
+        *(f"| `{edit.function}` | `{edit.old}` | `{edit.new}` | {edit.reason} |" for edit in EDITS),
+    ]
+    assert [line for line in section.splitlines() if line.startswith("| `")] == rows
+    run = {test.name for test in _ALL} - _LEFT_OUT
+    edited = run & tests_through({edit.function for edit in EDITS})
+    if torch.__version__.startswith("2.13."):
+        text = f"{len(run)} of the {len(_ALL)} DDP tests"
+        assert text in " ".join(page.split())
+        assert f"{len(edited)} of them" in " ".join(section.split())
+        readme = (Path(__file__).parents[2] / "README.md").read_text()
+        assert text in " ".join(readme.split())
 
 
 def test_no_test_is_missed() -> None:

@@ -354,7 +354,9 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
 def test_a_list_without_operations_after_the_report_reads_it() -> None:
     """Otherwise its step would end without the weights and failures of the other ranks."""
     module = extension.compiled
-    word = module.Instr("word", "always", False, False, bucket=-1, start=0, stop=0, waits=[])
+    word = module.Instr(
+        "word", "always", False, False, bucket=-1, start=0, stop=0, waits=[], title="word"
+    )
     program = module.StepProgram(
         [word],
         [],
@@ -367,6 +369,7 @@ def test_a_list_without_operations_after_the_report_reads_it() -> None:
         limb_bits=0,
         limbs=1,
         defers_report=False,
+        word_title="sum",
     )
     called: list[str] = []
 

@@ -107,7 +107,14 @@ void bind_operation(py::module_& m) {
           py::arg("seconds"), "Return the status, waiting for at most some seconds.")
       .def_property_readonly("done", &InPlaceOperation::done)
       .def_property_readonly("done_s", &InPlaceOperation::done_s)
-      .def("descriptors", &InPlaceOperation::descriptors);
+      .def("descriptors", &InPlaceOperation::descriptors)
+      .def(
+          "end_range",
+          torch::wrap_pybind_function_no_gil(
+              [](const InPlaceOperation& operation, std::shared_ptr<CollectiveRange> range) {
+                operation.when_completed([range = std::move(range)] { range->end(); });
+              }),
+          py::arg("range").none(false));
 }
 
 void bind_backend(py::module_& m) {

@@ -93,6 +93,9 @@ class PendingInMemory : public PendingCollective {
   bool wait(const std::function<std::string()>&) override {
     return operation_.status_within(kCheckInterval) == shm::Status::kOk;
   }
+  void end_range(std::shared_ptr<CollectiveRange> range) override {
+    operation_.when_completed([range = std::move(range)] { range->end(); });
+  }
   py::object to_python() override {
     return py::cast(operation_);
   }

@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -40,6 +41,10 @@ class InPlaceOperation {
   shm::Status status_within(shm::Nanoseconds timeout) const;
   bool done() const {
     return operation_->status() != shm::Status::kPending || group_->done(*operation_);
+  }
+  // Call `action` once the operation has completed, on any thread.
+  void when_completed(std::function<void()> action) const {
+    group_->when_completed(*operation_, std::move(action));
   }
   // Time of completion in seconds; nullopt while the operation is pending.
   std::optional<double> done_s() const;

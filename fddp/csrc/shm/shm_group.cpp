@@ -364,6 +364,18 @@ void ShmGroup::expedite(const Operation& operation) {
   threads_.request(*this);
 }
 
+void ShmGroup::when_completed(Operation& operation, std::function<void()> action) {
+  {
+    const std::lock_guard lock(queue_);
+    // Others remove it from the pending ones with the lock held, before they call its function.
+    if (failure_.status == Status::kOk && operation.number_ >= front_) {
+      operation.request_.completed = std::move(action);
+      return;
+    }
+  }
+  action();
+}
+
 ShmGroupOptions ShmGroup::options_of_part(
     const std::vector<size_t>& members, uint64_t control_block) const {
   ShmGroupOptions part = {

@@ -143,6 +143,10 @@ class ShmGroup final : private Progressing {
   // Complete the operation as early as possible, even if no thread waits.
   void expedite(const Operation& operation);
 
+  // Call `action` once the operation has completed, as `Request::completed`, which it replaces; at
+  // once, on this thread, if that has happened.
+  void when_completed(Operation& operation, std::function<void()> action);
+
   // Members that have not posted the operation yet.
   Members missing(const Operation& operation) const;
 

@@ -41,6 +41,10 @@ class PendingInPython : public PendingCollective {
     return true;
   }
   bool notes_waits() const override { return true; }
+  void end_range(std::shared_ptr<CollectiveRange> range) override {
+    const PythonEntry python;
+    work_.get().attr("end_range")(std::move(range));
+  }
   py::object to_python() override { return work_.get(); }
 
  private:

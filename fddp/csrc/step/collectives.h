@@ -10,6 +10,8 @@
 #include <memory>
 #include <string>
 
+#include "step/profile.h"
+
 namespace fddp {
 
 // A collective in flight. All functions except `to_python` are called without the GIL.
@@ -27,6 +29,9 @@ class PendingCollective {
 
   // Return true if `wait` records the time it takes, for telemetry/waits.py.
   virtual bool notes_waits() const { return false; }
+
+  // End the range at the completion of the collective, if that can be known before it is waited for.
+  virtual void end_range(std::shared_ptr<CollectiveRange> range) = 0;
 
   // Return the handle by which Python waits for the same collective. Called with the GIL.
   virtual pybind11::object to_python() = 0;

@@ -227,6 +227,12 @@ void Executor::execute(int64_t position) {
     if (launch != nullptr) wait_for(*launch);
   }
   position_ = position;
+  // A collective has a range of its own, which goes on after this function.
+  std::optional<at::RecordFunction> range;
+  if (instr.kind != InstrKind::kCollect && at::hasCallbacks()) {
+    range.emplace(at::RecordScope::USER_SCOPE);
+    range->before(std::string_view(instr.title));
+  }
   switch (instr.kind) {
     case InstrKind::kPack:
       pack(position);
@@ -236,6 +242,7 @@ void Executor::execute(int64_t position) {
       break;
     case InstrKind::kWord:
       write_word(instr.bucket);
+      range.reset();
       if (instr.bucket < 0) launch(position);
       break;
     case InstrKind::kUnpack:
@@ -291,11 +298,13 @@ void Executor::launch(int64_t position) {
   const Instr& instr = program_->instrs[position];
   const int64_t record = ring_->launch(source_, number_, position).number;
   const bool is_word = instr.bucket < 0;
+  // The word travels alone if its bucket is left out.
+  const bool is_alone = is_word || (!idle_.empty() && idle_[instr.bucket]);
   if (!is_word && std::isnan(launch_s_[instr.bucket])) launch_s_[instr.bucket] = perf_counter_s();
+  std::shared_ptr<CollectiveRange> range;
+  if (at::hasCallbacks()) range = begin_range(instr, is_alone);
   std::shared_ptr<PendingCollective> pending;
   if (instr.is_native && (is_word || !records_times_)) {
-    // The word travels alone if its bucket is left out.
-    const bool is_alone = is_word || (!idle_.empty() && idle_[instr.bucket]);
     const at::Tensor tensor = is_alone ? word_ : range_of(memory(instr.bucket), instr.start, instr.stop);
     pending = collectives_->all_reduce(tensor, !is_word && program_->average, is_free_);
   } else {
@@ -303,7 +312,19 @@ void Executor::launch(int64_t position) {
     pending = pending_in_python(calls_->run(step(), position, is_free_));
   }
   launch_of_[position] = static_cast<int64_t>(launches_.size());
-  launches_.push_back({position, instr.bucket, std::move(pending), record});
+  launches_.push_back({position, instr.bucket, pending, record, range});
+  if (!range) return;
+  if (pending) {
+    pending->end_range(std::move(range));
+  } else {
+    range->end();
+  }
+}
+
+std::shared_ptr<CollectiveRange> Executor::begin_range(const Instr& instr, bool is_word) const {
+  if (is_word) return CollectiveRange::begin(program_->word_title, word_);
+  const at::Tensor& buffer = buffers_[instr.bucket];
+  return CollectiveRange::begin(instr.title, buffer.defined() ? range_of(buffer, instr.start, instr.stop) : buffer);
 }
 
 const at::Tensor& Executor::memory(int64_t bucket) {
@@ -411,6 +432,7 @@ void Executor::wait_for(Launch& launch) {
       step().attr("wait")(pending->to_python(), what);
     }
   }
+  if (const auto range = std::exchange(launch.range, nullptr)) range->end();
   const double end_s = perf_counter_s();
   if (pending && !pending->notes_waits() && end_s - start_s > kLeastWait_s) {
     const PythonEntry python;
@@ -471,7 +493,6 @@ py::object Executor::step() const {
 
 void bind_executor(py::module_& m) {
   using namespace fddp;
-  m.def("is_profiled", &at::hasCallbacks);
   py::class_<StepBucket>(m, "StepBucket")
       .def(py::init([](std::vector<int64_t> leaves, const Layout& layout, std::shared_ptr<BucketPacking> packing,
                        int64_t padded_numel, bool keep, std::string text) {
@@ -481,7 +502,7 @@ void bind_executor(py::module_& m) {
            py::arg("keep"), py::arg("text"));
   py::class_<Instr>(m, "Instr")
       .def(py::init([](const std::string& kind, const std::string& guard, bool is_native, bool needs_report,
-                       int64_t bucket, int64_t start, int64_t stop, std::vector<int64_t> waits) {
+                       int64_t bucket, int64_t start, int64_t stop, std::vector<int64_t> waits, std::string title) {
              static const std::unordered_map<std::string, InstrKind> kinds = {
                  {"pack", InstrKind::kPack},     {"collect", InstrKind::kCollect}, {"word", InstrKind::kWord},
                  {"unpack", InstrKind::kUnpack}, {"await", InstrKind::kAwait},     {"call", InstrKind::kCall}};
@@ -490,21 +511,22 @@ void bind_executor(py::module_& m) {
                                                                            {"if used", Guard::kIfUsed},
                                                                            {"late", Guard::kLate}};
              return Instr{kinds.at(kind), guards.at(guard), is_native, needs_report, bucket, start, stop,
-                          std::move(waits)};
+                          std::move(waits), std::move(title)};
            }),
            py::arg("kind"), py::arg("guard"), py::arg("is_native"), py::arg("needs_report"), py::arg("bucket"),
-           py::arg("start"), py::arg("stop"), py::arg("waits"));
+           py::arg("start"), py::arg("stop"), py::arg("waits"), py::arg("title"));
   py::class_<StepProgram, std::shared_ptr<StepProgram>>(m, "StepProgram")
       .def(py::init([](std::vector<Instr> instrs, std::vector<StepBucket> buckets, int64_t leaves,
                        int64_t last_bucket, int64_t summed_word, int64_t world_size, bool average, bool has_views,
-                       int64_t limb_bits, int64_t limbs, bool defers_report) {
+                       int64_t limb_bits, int64_t limbs, bool defers_report, std::string word_title) {
              return std::make_shared<StepProgram>(StepProgram{std::move(instrs), std::move(buckets), leaves,
                                                               last_bucket, summed_word, world_size, average, has_views,
-                                                              defers_report, limb_bits, limbs});
+                                                              defers_report, limb_bits, limbs,
+                                                              std::move(word_title)});
            }),
            py::arg("instrs"), py::arg("buckets"), py::arg("leaves"), py::arg("last_bucket"), py::arg("summed_word"),
            py::arg("world_size"), py::arg("average"), py::arg("has_views"), py::arg("limb_bits"), py::arg("limbs"),
-           py::arg("defers_report"));
+           py::arg("defers_report"), py::arg("word_title"));
   py::class_<StepCalls, std::shared_ptr<StepCalls>>(m, "StepCalls")
       .def(py::init([](py::object run, py::object fail_pack, py::object write_word, py::object read_report) {
              return std::make_shared<StepCalls>(StepCalls{std::move(run), std::move(fail_pack), std::move(write_word),

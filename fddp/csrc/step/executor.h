@@ -32,6 +32,7 @@
 #include "step/bucket_listener.h"
 #include "step/collectives.h"
 #include "step/flight_ring.h"
+#include "step/profile.h"
 #include "tensor/layout.h"
 #include "tensor/python_lists.h"
 
@@ -64,6 +65,7 @@ struct Instr {
   int64_t start;      // range of the buffer that a collective works on
   int64_t stop;
   std::vector<int64_t> waits;  // positions of collectives that must have finished
+  std::string title;           // in a profile
 };
 
 struct StepBucket {
@@ -88,6 +90,7 @@ struct StepProgram {
   bool defers_report;    // no instruction needs the report, which `settle` reads
   int64_t limb_bits;     // of the fingerprint in the control word; 0 if it is one element
   int64_t limbs;         // elements of the fingerprint
+  std::string word_title;  // of the sum of control words that travel alone, in a profile
 };
 
 // Functions of Python that run what is not native, see `StepCalls` in fddp/_C.pyi.
@@ -171,6 +174,7 @@ class Executor : public BucketListener {
     int64_t bucket;
     std::shared_ptr<PendingCollective> pending;  // null if there is nothing to wait for
     int64_t record;                              // number in the ring
+    std::shared_ptr<CollectiveRange> range;      // null without a profiler
     bool is_waited = false;
   };
 
@@ -186,6 +190,7 @@ class Executor : public BucketListener {
   void compare_early();
   bool is_sum_of_regular_words() const;
   void launch(int64_t position);
+  std::shared_ptr<CollectiveRange> begin_range(const Instr& instr, bool is_word) const;
   const at::Tensor& memory(int64_t bucket);
   Launch* launch_at(int64_t position) const;
   void wait_for(Launch& launch);

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fddp._C import CollectiveRange
     from fddp.core.schedule.sum_tree import SumTree
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.liveness.membership import Membership
@@ -291,6 +292,12 @@ class Communicator:
             return max(ended_s) if len(ended_s) == len(stamps) else None
 
         return arrived_s
+
+    def end_range(self, collective: Any, range: CollectiveRange) -> None:
+        """End the range of `collective` in a profile at its completion. Where streams order the
+        works, it stays open: torch shows their kernels."""
+        if not self._uses_streams:
+            extension.compiled.end_range_after(collective.works, range)
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         """Release the backend; no further operations may be issued. Returns a blocking function

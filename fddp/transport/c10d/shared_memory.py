@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fddp._C import ShmBackend, ShmOperation
+    from fddp._C import CollectiveRange, ShmBackend, ShmOperation
     from fddp.transport.operation import Operation
 
 
@@ -72,6 +72,9 @@ class ShmCommunicator(Communicator):
 
     def watch(self, collective: ShmOperation, device: torch.device) -> Callable[[], float | None]:
         return lambda: collective.done_s
+
+    def end_range(self, collective: ShmOperation, range: CollectiveRange) -> None:
+        collective.end_range(range)
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         backend, self._backend = self._backend, None

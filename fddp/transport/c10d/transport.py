@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fddp._C import ShmOperation
+    from fddp._C import CollectiveRange, ShmOperation
     from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.liveness.status import TransportStatus
@@ -642,6 +642,10 @@ class _C10dWork(Work):
     @property
     def done_s(self) -> float | None:
         return None if self._watch is None else self._watch()
+
+    def end_range(self, range: CollectiveRange) -> None:
+        assert self.collective is not None
+        self.communicator.end_range(self.collective, range)
 
     def record_time(self) -> None:
         assert self.collective is not None

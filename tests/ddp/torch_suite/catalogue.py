@@ -62,6 +62,17 @@ def torch_tests() -> list[TorchTest]:
     ]
 
 
+def tests_through(functions: set[str]) -> set[str]:
+    """The names of tests that are among `functions`, or call one of them."""
+    return {
+        function.name
+        for path in _paths()
+        for _, function, _ in _methods(ast.parse(path.read_text()), "")
+        if function.name.startswith("test_")
+        if function.name in functions or functions & {*_names(function)}
+    }
+
+
 def wrapper_test_names() -> set[str]:
     """The names of tests that have the wrapper in them."""
     pattern = re.compile(r"def (test_\w*(?:ddp|DDP|DistributedDataParallel)\w*)\(")

@@ -1,4 +1,4 @@
-"""The tests that do not run, by reason."""
+"""The tests that do not run, by reason. docs/ddp.md lists them."""
 
 from __future__ import annotations
 
