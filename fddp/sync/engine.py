@@ -110,6 +110,8 @@ class Engine:
         except BaseException:
             self.transport.close()
             raise
+        # Summands of all ranks, each of which says in its word whether another step follows.
+        self._summands = summands(schedule)
         # Limit that the caller asked for, for a rebuild.
         self.timeout_s = request.timeout_s
         # Number of the next step; one more than that of the last successful step, 0 before.
@@ -511,7 +513,7 @@ class Engine:
             self.stopping.agree()
         if self.round is not None:
             self.round.note(report, program.schedule)
-        elif report.has_next < summands(program.schedule):
+        elif report.has_next < self._summands:
             self.is_incomplete = True
         if report.order and self.program.control.with_order:
             order = [program.plan.reduced[slot] for slot in report.order]

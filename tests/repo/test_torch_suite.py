@@ -15,7 +15,7 @@ import torch
 
 from tests.ddp.torch_suite.catalogue import (
     TorchTest,
-    tests_through,
+    through_functions,
     torch_tests,
     wrapper_test_names,
 )
@@ -95,7 +95,7 @@ def test_the_page_lists_what_is_left_out_and_edited() -> None:
     ]
     assert [line for line in section.splitlines() if line.startswith("| `")] == rows
     run = {test.name for test in _ALL} - _LEFT_OUT
-    edited = run & tests_through({edit.function for edit in EDITS})
+    edited = run & through_functions({edit.function for edit in EDITS})
     if torch.__version__.startswith("2.13."):
         text = f"{len(run)} of the {len(_ALL)} DDP tests"
         assert text in " ".join(page.split())

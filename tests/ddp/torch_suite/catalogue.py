@@ -62,7 +62,7 @@ def torch_tests() -> list[TorchTest]:
     ]
 
 
-def tests_through(functions: set[str]) -> set[str]:
+def through_functions(functions: set[str]) -> set[str]:
     """The names of tests that are among `functions`, or call one of them."""
     return {
         function.name
