@@ -241,6 +241,7 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
         failed=step.failure is not None,
         stop=step.asks_stop,
         order=_order(step),
+        squares=step.own_squares() if step.program.groups else (),
     )
     total = encode(layout, word)
     further = step.program.summands - 1

@@ -256,6 +256,8 @@ def _write(step: Step, buffer: Tensor, position: int) -> Packed:
     packed = pack_bucket_(
         source, program, op.bucket, buffer, scale, late=is_late, keeps_sources=keeps
     )
+    if packed.squares is not None and op.when == "always":
+        step.note_squares(op.bucket, packed.squares)
     if step.earlier is None:
         return packed
     return packed._replace(peak=step.earlier.close(op.bucket, buffer, packed.peak))

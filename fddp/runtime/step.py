@@ -44,6 +44,7 @@ from fddp.runtime.contributions import (
     BackwardPrediction,
     Contributions,
     WeightedGradients,
+    weighted_squares,
 )
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
@@ -225,6 +226,12 @@ class Step:
         return {}
 
     @cached_property
+    def squares(self) -> dict[int, Tensor]:
+        """By bucket, for each leaf the squared norm of this rank's gradient times its weight; empty
+        unless these are measured."""
+        return {}
+
+    @cached_property
     def leaves(self) -> list[Tensor | None]:
         """Results by leaf, None at first."""
         return [None] * len(self.program.plan.leaves)
@@ -356,12 +363,14 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
-        is_unusual = self.idle or has_order or self.asks_stop
+        is_unusual = self.idle or has_order or self.asks_stop or self.program.groups
         is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)
         if self.record_time or self.check is not None or not code.packs_natively:
+            return
+        if self.program.groups:  # squares are measured
             return
         if self.earlier is not None or source.accumulated is not None:
             return
@@ -369,6 +378,20 @@ class Step:
             self.executor.pack_leaves(source.leaves, self.scale.before(source.weight))
         elif source.leaf_set is not None:
             self.executor.pack_counted(source.leaf_set, self.scale.before(source.own_weight))
+
+    def note_squares(self, bucket: int, packed: Tensor) -> None:
+        """Note the sums of squares of a packed bucket, by leaf."""
+        if self.source.weight == 0.0:
+            return
+        own = weighted_squares(packed, self.scale, self.source.weight)
+        if self.earlier is not None:
+            own = self.earlier.squares.get(bucket, 0.0) + own
+        self.squares[bucket] = own
+
+    def own_squares(self) -> list[float]:
+        """For each group of leaves, the squared norm of this rank's gradient times its weight.
+        Waits for devices other than the CPU."""
+        return self.program.by_group(self.squares)
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""
