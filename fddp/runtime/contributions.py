@@ -177,6 +177,7 @@ class BackwardContributions(Contributions):
         on_bucket: Callable[[int], None],
         *,
         keeps_sources: bool = False,
+        sums_squares: bool = False,
     ) -> None:
         """Prepare for backward; see `Step.arm`.
 
@@ -186,7 +187,7 @@ class BackwardContributions(Contributions):
             buffer_of: returns the memory of a bucket whose leaves are packed as they arrive.
             scale: factor on all gradients.
             on_bucket: called for each bucket when its gradients are complete.
-            keeps_sources: as in `pack_bucket_`.
+            keeps_sources, sums_squares: as in `pack_bucket_`.
         """
         leaf_set = self.leaf_set
         assert leaf_set is not None
@@ -212,7 +213,7 @@ class BackwardContributions(Contributions):
                 buffer_of(bucket),
                 slot.native,
                 factor,
-                bool(program.groups),
+                sums_squares,
             )
             for bucket, leaves in early.items()
             if bucket not in self._idle
@@ -349,8 +350,7 @@ class Packed(NamedTuple):
         peak: bound on the magnitudes of `fddp.native.pack.pack_`.
         sources: gradients that were packed; None if they are released already, and packing turned
             no finite number into infinity.
-        squares: for each leaf, the sum of squares of what was packed; None unless the program
-            measures them.
+        squares: for each leaf, the sum of squares of what was packed; None unless asked for.
     """
 
     peak: float
@@ -367,6 +367,7 @@ def pack_bucket_(
     *,
     late: bool = False,
     keeps_sources: bool = False,
+    sums_squares: bool = False,
 ) -> Packed:
     """Write the gradients of a bucket into its buffer, with zeros for missing ones.
 
@@ -378,11 +379,12 @@ def pack_bucket_(
         scale: factor on the gradients.
         late: True for those alone that arrived after the bucket was packed.
         keeps_sources: True to return the sources if packing may turn a finite number into infinity.
+        sums_squares: True to return the sums of squares of what was packed.
     """
     layout, counter = program.layouts[bucket], source.leaf_set
     sources: list[WeightedGradients] | None = None
     squares: Tensor | None = None
-    if program.groups and buffer.is_cpu:
+    if sums_squares and buffer.is_cpu:
         squares = torch.empty(len(layout.offsets), dtype=torch.float64)
     if (
         counter is not None
@@ -402,7 +404,7 @@ def pack_bucket_(
     for grads, weight in further:
         own = pack_add_(buffer, layout, grads, scale.before(weight), squares=squares)
         peak = extension.compiled.add_bounds(peak, own)
-    if program.groups and squares is None:
+    if sums_squares and squares is None:
         squares = sum_squares(buffer, layout)
     return Packed(peak, sources, squares)
 

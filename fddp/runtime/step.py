@@ -148,6 +148,8 @@ class Step:
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time = number, record_time
+        # Squared norms are measured where a `SyncInfo` is asked for.
+        self.measures_squares = record_time and len(program.groups) > 0
         self.idle, self.is_captured = idle, is_captured
         self.has_next, self.asks_stop = has_next, asks_stop
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
@@ -332,6 +334,7 @@ class Step:
             self.scale,
             self.executor,
             keeps_sources=self.keeps_sources,
+            sums_squares=self.measures_squares,
         )
 
     @property
@@ -363,14 +366,12 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
-        is_unusual = self.idle or has_order or self.asks_stop or self.program.groups
+        is_unusual = self.idle or has_order or self.asks_stop or self.measures_squares
         is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)
         if self.record_time or self.check is not None or not code.packs_natively:
-            return
-        if self.program.groups:  # squares are measured
             return
         if self.earlier is not None or source.accumulated is not None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from fddp.core.numerics.noise_scale import SquaredNorms
 from fddp.core.protocol.control_word import ControlReport
@@ -74,7 +75,10 @@ def _squared_norms(step: Step, report: ControlReport, sq_norm: float) -> dict[st
         means = [math.nan] * len(groups)
     elif len(groups) > 1:
         means = step.program.by_group(step.results.squares)
-    numbers = zip(groups, step.own_squares(), report.squares, means, strict=True)
+    totals: Sequence[float] = report.squares
+    if report.measured < step.transport.world_size:
+        totals = [math.nan] * len(groups)
+    numbers = zip(groups, step.own_squares(), totals, means, strict=True)
     return {
         name: SquaredNorms(own, total, mean, report.active, report.total_weight)
         for name, own, total, mean in numbers

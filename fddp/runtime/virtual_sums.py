@@ -150,7 +150,12 @@ class VirtualSums:
         buffer[bucket.numel :].zero_()
         try:
             packed = pack_bucket_(
-                contributions, self.program, bucket.index, buffer, self.program.scale
+                contributions,
+                self.program,
+                bucket.index,
+                buffer,
+                self.program.scale,
+                sums_squares=len(self.program.groups) > 0,
             )
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error

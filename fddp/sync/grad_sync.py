@@ -85,10 +85,10 @@ class GradSync(TreeSync):
             repairs. Not with a hook.
         noise: True to measure squared norms of the gradients of all ranks, from which
             `fddp.numerics.next_noise_scale` estimates the gradient noise scale; or a function from
-            the path of a leaf to the name of a group, to measure them by group. A step that returns
-            a `SyncInfo` has them in `SyncInfo.squared_norms`. None to measure none. Not with
-            shards, sparse leaves, a hook of torch's DDP, or `report="next"`. Under a hook that
-            compresses, the error of the mean counts as part of it.
+            the path of a leaf to the name of a group, to measure them by group. Steps that return a
+            `SyncInfo`, on all ranks, have them in `SyncInfo.squared_norms`; others measure nothing.
+            Not with shards, sparse leaves, a hook of torch's DDP, or `report="next"`. Under a hook
+            that compresses, the error of the mean counts as part of it.
 
     Attributes:
         title: name of the class, which ranks compare at construction; subclasses have their own.

@@ -64,7 +64,8 @@ class SyncInfo:
         stop: True if a rank has asked all ranks to stop; see `GradSync.stopping`.
         squared_norms: squared norms of gradients by group of leaves, for
             `fddp.numerics.next_noise_scale`; empty unless the `GradSync` was made with `noise`.
-            Norms of the mean are NaN in a skipped or repaired step.
+            Norms of the mean are NaN in a skipped or repaired step, and totals if another rank has
+            asked for no info.
         held_bytes: bytes of the buckets of this and earlier steps that results still use on this
             rank. It grows if gradients are kept; `clone` them.
     """

@@ -68,6 +68,7 @@ def test_sum_is_equal_on_every_rank(step: tuple[ControlLayout, list[ControlWord]
     assert report.late == tuple(late)
     assert report.order == (tuple(words[0].order) if layout.with_order else ())
     assert report.squares == tuple(map(sum, zip(*(word.squares for word in words), strict=True)))
+    assert report.measured == (len(words) if layout.groups else 0)
 
 
 def test_squares_beyond_float32_are_infinite() -> None:

@@ -170,17 +170,26 @@ def test_a_wrapped_module_has_them(group: Any) -> None:
         assert ddp.sync_info.grad_norm**2 == pytest.approx(norms.mean)
 
 
-@on_threads(2)
-def test_steps_without_info_take_part(group: Any) -> None:
-    """On a rank that asks for none, and in a step in which none does."""
+@on_threads(3)
+def test_norms_are_known_where_all_ranks_ask_for_info(group: Any) -> None:
+    """Others take part in the step, and a rank without weight need not ask."""
     grads = {"w": torch.full((3,), 1.0 + group.rank)}
     with fddp.GradSync(grads, group=group, noise=True) as sync:
-        if group.rank == 0:
-            sync(grads)
-        else:
-            _, info = sync(grads, with_info=True)
-            assert info.squared_norms["all"] == SquaredNorms(12.0, 15.0, 6.75, 2, 2.0)
-        assert sync(grads)["w"].tolist() == [1.5] * 3
+
+        def norms(asks: bool, weight: float = 1.0) -> SquaredNorms | None:
+            if not asks:
+                assert sync(grads, weight=weight)["w"].isfinite().all()
+                return None
+            found: SquaredNorms = sync(grads, weight=weight, with_info=True)[1].squared_norms["all"]
+            return found
+
+        assert norms(False) is None
+        if (one := norms(group.rank > 0)) is not None:
+            assert (one.own, one.mean) == pytest.approx((3.0 * (1 + group.rank) ** 2, 12.0))
+            assert math.isnan(one.total)
+        if (two := norms(group.rank > 0, float(group.rank > 0))) is not None:
+            assert two[1:] == pytest.approx((39.0, 18.75, 2, 2.0))
+        assert norms(False) is None
 
 
 @on_threads(2)
@@ -189,7 +198,7 @@ def test_norms_change_no_bits_of_the_mean(group: Any) -> None:
     results = []
     for noise in (None, True):
         with fddp.GradSync(params, group=group, noise=noise, **SMALL) as sync:
-            step = sync.value_and_grad(loss_fn)
+            step = sync.value_and_grad(loss_fn, with_info=True)
             results.append([step(params, own)[1] for _ in range(3)])
     assert same_bits(results)
 

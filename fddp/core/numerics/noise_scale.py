@@ -25,7 +25,7 @@ class SquaredNorms(NamedTuple):
     Attributes:
         own: weight of this rank times the squared norm of its gradient; with virtual ranks, their
             sum over those of this rank. Differs between ranks.
-        total: sum of `own` over ranks.
+        total: sum of `own` over ranks; NaN if unknown.
         mean: squared norm of the mean over ranks; NaN if unknown.
         active: number of gradients: of ranks, or virtual ranks, with a weight above 0.
         total_weight: sum of weights.

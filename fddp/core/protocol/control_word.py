@@ -101,6 +101,7 @@ class ControlLayout:
             "late": self.buckets,
             "used": self.leaves,
             "order": self.leaves if self.with_order else 0,
+            "measured": 1 if self.groups else 0,
             "squares": self.groups,
         }
         fields, start = {}, 0
@@ -131,7 +132,7 @@ class ControlWord:
         stop: True if this rank asks all ranks to stop.
         order: reduced leaves in the order in which their gradients arrived; only on rank 0.
         squares: for each group of leaves, the squared norm of this rank's gradient times its
-            weight.
+            weight; () if it has not measured them.
     """
 
     fingerprint: int
@@ -165,7 +166,8 @@ class ControlReport:
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
         order: rank 0's ready order of the leaves it used; empty if the layout does not include it.
-        squares: for each group of leaves, the sum of squared norms times weights.
+        measured: number of ranks that have measured squared norms.
+        squares: for each group of leaves, the sum of squared norms times weights over these ranks.
     """
 
     agreed: bool
@@ -180,6 +182,7 @@ class ControlReport:
     users: tuple[int, ...]
     late: tuple[int, ...]
     order: tuple[int, ...] = ()
+    measured: int = 0
     squares: tuple[float, ...] = ()
 
     @property
@@ -218,6 +221,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         seats = fields["order"].start + np.asarray(word.order)
         vector[seats] = np.arange(1, len(word.order) + 1)
     if len(word.squares):
+        vector[fields["measured"]] = 1.0
         with np.errstate(over="ignore"):  # infinity in float32
             vector[fields["squares"]] = word.squares
     return vector
@@ -267,6 +271,7 @@ def decode(
         users=tuple(total[fields["used"]].astype(np.int64).tolist()),
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),
         order=tuple(order),
+        measured=int(total[fields["measured"]].sum()),
         squares=tuple(total[fields["squares"]].tolist()),
     )
 

@@ -150,14 +150,22 @@ class SquareSum {
   using Doubles [[gnu::vector_size(kWidth * sizeof(double))]] = double;
 
   FDDP_INLINE void add_lanes(const Value* values, int64_t count) {
+    // In variables of their own, as a compiler may keep an array in memory.
+    Doubles s0 = sums_[0], s1 = sums_[1], s2 = sums_[2], s3 = sums_[3];
     for (int64_t i = 0; i < count; i += kLanes) {
-      for (int64_t v = 0; v < kLanes / kWidth; ++v) {
-        Values part;
-        std::memcpy(&part, values + i + v * kWidth, sizeof part);
-        const auto wide = __builtin_convertvector(part, Doubles);
-        sums_[v] += wide * wide;
-      }
+      add_squares(s0, values + i);
+      add_squares(s1, values + i + kWidth);
+      add_squares(s2, values + i + 2 * kWidth);
+      add_squares(s3, values + i + 3 * kWidth);
     }
+    sums_[0] = s0, sums_[1] = s1, sums_[2] = s2, sums_[3] = s3;
+  }
+
+  static FDDP_INLINE void add_squares(Doubles& sum, const Value* values) {
+    Values part;
+    std::memcpy(&part, values, sizeof part);
+    const auto wide = __builtin_convertvector(part, Doubles);
+    sum += wide * wide;
   }
 
   Doubles sums_[kLanes / kWidth] = {};
