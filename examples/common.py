@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ class Report:
         title: name of the example.
         rows: figures that are shown: a name, a value, and a remark each.
         checks: checks by the name of their row.
+        curves: numbers by name, to plot, of an example whose module has a function `plot` of them.
     """
 
     title: str
     rows: Sequence[tuple[str, str, str]]
     checks: Mapping[str, Check]
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -75,27 +77,31 @@ def main(name: str, arguments: Sequence[str] | None = None, *, backend: str = "g
         is missing.
     """
     try:
-        example = importlib.import_module(f"examples.{name}").example
+        module = importlib.import_module(f"examples.{name}")
         importlib.import_module("rich")
     except ModuleNotFoundError as error:
         print(f"{name} needs {error.name}: pip install fddp[examples]", file=sys.stderr)
         return 2
+    example = module.example
     parser = argparse.ArgumentParser(f"python -m examples.{name}", description=example.__doc__)
     add_ranks(parser, _MAX_RANKS)
-    ranks = parser.parse_args(arguments).ranks
+    if hasattr(module, "plot"):
+        parser.add_argument("--figure", metavar="PATH", help="write a figure there")
+    options = parser.parse_args(arguments)
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
-        report = example()
-        if dist.get_rank() == 0:
-            show(report)
+        report, rank = example(), dist.get_rank()
         dist.destroy_process_group()
-        return 0 if report.passed else 1
-    try:
-        report = launch(ranks, example, backend=backend)[0]
-    except ChildFailedError:
-        print(f"{parser.prog}: a rank failed; its error is above", file=sys.stderr)
-        return 1
-    show(report)
+    else:
+        try:
+            report, rank = launch(options.ranks, example, backend=backend)[0], 0
+        except ChildFailedError:
+            print(f"{parser.prog}: a rank failed; its error is above", file=sys.stderr)
+            return 1
+    if rank == 0:
+        show(report)
+        if getattr(options, "figure", None):
+            module.plot(report.curves).savefig(options.figure)
     return 0 if report.passed else 1
 
 

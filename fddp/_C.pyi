@@ -57,10 +57,18 @@ def have_derivatives(leaves: Sequence[Any], graphs: bool) -> bool:
 # tensor/pack.cpp: the functions of `fddp.native.pack`, for the CPU and, as `foreach_`, any device
 
 def pack_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float,
+    squares: Tensor | None = None,
 ) -> float: ...
 def pack_add_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float,
+    squares: Tensor | None = None,
 ) -> float: ...
 def scale_(buffer: Tensor, scale: float) -> tuple[float, bool]: ...
 def unpack_(
@@ -237,9 +245,16 @@ class BucketPacking:
 
 class EagerSlot:
     """Destination of a large leaf, whose gradient is packed on arrival, times `scale`, into the
-    only slice of a layout."""
+    only slice of a layout. With `sums_squares`, squares are summed for `GradientCounter.pack`."""
 
-    def __init__(self, leaf: int, buffer: Tensor, layout: Layout, scale: float) -> None: ...
+    def __init__(
+        self,
+        leaf: int,
+        buffer: Tensor,
+        layout: Layout,
+        scale: float,
+        sums_squares: bool = False,
+    ) -> None: ...
 
 class BucketListener:
     """Receiver of buckets that have all gradients that they expect."""
@@ -276,10 +291,17 @@ class GradientCounter:
         """Return one leaf's gradient."""
 
     def pack(
-        self, bucket: int, buffer: Tensor, packing: BucketPacking, keep: bool, scale: float
+        self,
+        bucket: int,
+        buffer: Tensor,
+        packing: BucketPacking,
+        keep: bool,
+        scale: float,
+        squares: Tensor | None = None,
     ) -> float:
         """Take a bucket's gradients and pack those that are not packed yet, times `scale`, into the
-        bucket's CPU memory. Return a bound on all magnitudes, as `pack_` does."""
+        bucket's CPU memory. Return a bound on all magnitudes, as `pack_` does. `squares`, of a
+        number for each leaf of the bucket, receives the sums of squares."""
 
     def used(self) -> list[bool]:
         """For each leaf, return True if a gradient arrived."""

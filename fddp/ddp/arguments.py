@@ -26,6 +26,7 @@ from fddp.ddp.mixed_precision import Precision
 from fddp.errors import NoGradientError
 from fddp.runtime.agreement import ReportTime
 from fddp.runtime.nonfinite import Policy
+from fddp.sync.request import NoiseGroups
 from fddp.transport import LoopbackGroup, TransportName, default_group
 
 STATIC_FINDS_UNUSED = (
@@ -81,6 +82,7 @@ class Arguments:
     report: ReportTime = "now"
     virtual_ranks: int | None = None
     local_gradients: LocalGradients = "warn"
+    noise: NoiseGroups = None
 
     def __post_init__(self) -> None:
         delayed = self.delay_all_reduce_named_params

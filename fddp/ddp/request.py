@@ -16,7 +16,7 @@ from fddp.core.schedule.virtual import VirtualRanks
 from fddp.ddp.arguments import Options
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.runtime.agreement import Rebuild, SyncConfig
-from fddp.sync.request import accelerators
+from fddp.sync.request import accelerators, check_noise, groups_of_leaves
 from fddp.transport import LoopbackGroup, Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
@@ -60,7 +60,8 @@ class ModuleRequest:
         rebuilt plan counts caps in the order in which gradients arrive.
 
         Raises:
-            ValueError: the transport is not of the requested kind.
+            ValueError: the transport is not of the requested kind, or noise can't be measured.
+            TypeError: `noise` is of another type.
         """
         problem = transport_error(self.transport, transport)
         if problem is not None:
@@ -68,6 +69,7 @@ class ModuleRequest:
         arguments = self.options.arguments
         if arguments.virtual_ranks is not None:
             VirtualRanks.over(arguments.virtual_ranks, transport.world_size)  # raises its errors
+        check_noise(arguments.noise, report=arguments.report, hook=None)
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,
@@ -91,6 +93,7 @@ class ModuleRequest:
             virtual_ranks=arguments.virtual_ranks,
             nonfinite=arguments.nonfinite,
             report=arguments.report,
+            noise=groups_of_leaves(arguments.noise, plan),
         )
 
 

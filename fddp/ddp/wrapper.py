@@ -70,6 +70,7 @@ from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.sync.engine import Engine
 from fddp.sync.rebuild import check_between_steps
+from fddp.sync.request import NoiseGroups
 from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -144,6 +145,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             an argument of torch's class. "warn" warns, once for each line that calls backward, when
             parameters have changed before a step averaged these gradients. "raise" raises
             `ReplicationError` in the pass. Both name the parameters. "allow" is torch's silence.
+        noise: as for `GradSync`, by names of parameters; see `sync_info`. Not an argument of
+            torch's class. The gradient of a rank is all that `.grad` has of the step, also from
+            passes within `no_sync`.
 
     Raises:
         PlanMismatchError: parameters differ between ranks; on every rank. A RuntimeError, as DDP's.
@@ -195,6 +199,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         report: ReportTime = "now",
         virtual_ranks: int | None = None,
         local_gradients: LocalGradients = "warn",
+        noise: NoiseGroups = None,
     ) -> None:
         arguments = Arguments.of_call(locals())
         delays = delay_all_reduce_named_params is not None

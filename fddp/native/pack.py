@@ -37,7 +37,12 @@ _COMPILED = frozenset({"cpu"})  # types of the devices with compiled kernels
 
 
 def pack_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float = 1.0,
+    *,
+    squares: Tensor | None = None,
 ) -> float:
     """Write every slice of `buffer`: the cast of `source * scale`.
 
@@ -48,6 +53,9 @@ def pack_(
             views) or sparse; None for a leaf without a gradient, whose slice is zeroed. A source
             may be its own slice of the buffer.
         scale: factor; 0 zeroes all slices. See [Note: zero weight].
+        squares: float64 of shape `(leaves,)` on the CPU, or None. Receives the sum of squares of
+            each slice that is written, of its values afterwards, in the same pass; on other devices
+            it is unchanged, see `sum_squares`.
 
     Returns:
         The largest magnitude that was read (of real and imaginary parts) times that of `scale`:
@@ -67,11 +75,16 @@ def pack_(
         >>> buffer
         tensor([0.5000, 1.0000, 0.0000])
     """
-    return extension.compiled.pack_(buffer, layout.native, sources, scale)
+    return extension.compiled.pack_(buffer, layout.native, sources, scale, squares)
 
 
 def pack_add_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float = 1.0,
+    *,
+    squares: Tensor | None = None,
 ) -> float:
     """Add the cast of `source * scale` to each slice. Slices of missing leaves are unchanged.
 
@@ -86,7 +99,30 @@ def pack_add_(
         >>> buffer
         tensor([1.5000, 0.0000, 1.0000])
     """
-    return extension.compiled.pack_add_(buffer, layout.native, sources, scale)
+    return extension.compiled.pack_add_(buffer, layout.native, sources, scale, squares)
+
+
+def sum_squares(buffer: Tensor, layout: Layout) -> Tensor:
+    """Return the sum of squares of each slice of a buffer, without waiting for its device.
+
+    Returns:
+        Shape `(leaves,)`, on the device of the buffer, float64 if it has that.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
+        >>> sum_squares(torch.tensor([3.0, 4.0, 2.0]), layout)
+        tensor([25.,  4.], dtype=torch.float64)
+    """
+    own = slices(buffer, layout)
+    if buffer.device.type in _COMPILED:
+        squares = torch.empty(len(own), dtype=torch.float64)
+        pack_(buffer, layout, own, squares=squares)  # in place, which only reads
+        return squares
+    widest = torch.float64 if _has_float64(buffer.device) else torch.float32
+    dtype = torch.float32 if buffer.dtype.itemsize == 2 else None
+    norms = foreach_norm([_real(each) for each in own], 2, dtype=dtype)
+    return torch.stack(norms).to(widest).square()
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -26,6 +27,7 @@ from fddp.core.protocol.messages import (
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
+from fddp.core.text import counted
 from fddp.errors import InternalError, PlanMismatchError, error_text
 from fddp.hooks.hook import Hook
 from fddp.runtime.nonfinite import Policy
@@ -52,6 +54,7 @@ _SUMMARY: Schema = AnyOf(
             "virtual_ranks": optional(int),
             "nonfinite": str,
             "report": str,
+            "noise": optional(str),
             "leaves": str,
             "plan": str,
         },
@@ -65,6 +68,7 @@ _WAY_OUT = {
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
     "hook": "pass the same hook, with the same parameters, on every rank",
     "rebuild": "pass the same options of bucket caps on every rank",
+    "noise": "pass the same noise on every rank, which gives each leaf the same group",
     "skips_unused": "pass the same skip_all_reduce_unused_params on every rank",
 }
 
@@ -102,6 +106,7 @@ class SyncConfig:
         virtual_ranks: number of virtual ranks, which then alone determines it; None for none.
         nonfinite: policy for steps with non-finite numbers.
         report: when the report of a step is read.
+        noise: for each reduced leaf, the group whose squared norms are measured; () for none.
     """
 
     plan: BucketPlan
@@ -118,6 +123,7 @@ class SyncConfig:
     virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
     report: ReportTime = "now"
+    noise: tuple[str, ...] = ()
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """Return the plan for a measured order of gradients."""
@@ -165,6 +171,7 @@ class SyncConfig:
             "virtual_ranks": self.virtual_ranks,
             "nonfinite": self.nonfinite,
             "report": self.report,
+            "noise": _groups_text(self.noise),
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }
@@ -232,6 +239,15 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
     """
     names = exchange(transport, _hook_name(hook), optional(str), "hooks")
     check_equal("the hook", names, _WAY_OUT["hook"])
+
+
+def _groups_text(noise: Sequence[str]) -> str | None:
+    """Text of the groups of leaves, which differs if any leaf is in another group."""
+    if not noise:
+        return None
+    digest = hashlib.sha256(json.dumps(noise).encode()).hexdigest()
+    groups = (f"{name}: {counted(count, 'leaf')}" for name, count in Counter(noise).items())
+    return f"{', '.join(groups)} ({digest[:8]})"
 
 
 def _hook_name(hook: Hook[Any] | None) -> str | None:

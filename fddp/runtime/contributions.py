@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
 from fddp.native import extension
-from fddp.native.pack import pack_, pack_add_
+from fddp.native.pack import pack_, pack_add_, sum_squares
 from fddp.runtime.program import Program
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class BackwardContributions(Contributions):
         on_bucket: Callable[[int], None],
         *,
         keeps_sources: bool = False,
+        sums_squares: bool = False,
     ) -> None:
         """Prepare for backward; see `Step.arm`.
 
@@ -185,7 +187,7 @@ class BackwardContributions(Contributions):
             buffer_of: returns the memory of a bucket whose leaves are packed as they arrive.
             scale: factor on all gradients.
             on_bucket: called for each bucket when its gradients are complete.
-            keeps_sources: as in `pack_bucket_`.
+            keeps_sources, sums_squares: as in `pack_bucket_`.
         """
         leaf_set = self.leaf_set
         assert leaf_set is not None
@@ -206,7 +208,13 @@ class BackwardContributions(Contributions):
         factor = scale.before(self.own_weight)
         early = program.early if self.allocates_early else {}
         eager = [
-            new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
+            new_slot(
+                members[bucket][position],
+                buffer_of(bucket),
+                slot.native,
+                factor,
+                sums_squares,
+            )
             for bucket, leaves in early.items()
             if bucket not in self._idle
             if not (keeps_sources and _may_overflow(self, program, bucket, scale))
@@ -342,10 +350,12 @@ class Packed(NamedTuple):
         peak: bound on the magnitudes of `fddp.native.pack.pack_`.
         sources: gradients that were packed; None if they are released already, and packing turned
             no finite number into infinity.
+        squares: for each leaf, the sum of squares of what was packed; None unless asked for.
     """
 
     peak: float
     sources: list[WeightedGradients] | None
+    squares: Tensor | None = None
 
 
 def pack_bucket_(
@@ -357,6 +367,7 @@ def pack_bucket_(
     *,
     late: bool = False,
     keeps_sources: bool = False,
+    sums_squares: bool = False,
 ) -> Packed:
     """Write the gradients of a bucket into its buffer, with zeros for missing ones.
 
@@ -368,9 +379,13 @@ def pack_bucket_(
         scale: factor on the gradients.
         late: True for those alone that arrived after the bucket was packed.
         keeps_sources: True to return the sources if packing may turn a finite number into infinity.
+        sums_squares: True to return the sums of squares of what was packed.
     """
     layout, counter = program.layouts[bucket], source.leaf_set
     sources: list[WeightedGradients] | None = None
+    squares: Tensor | None = None
+    if sums_squares and buffer.is_cpu:
+        squares = torch.empty(len(layout.offsets), dtype=torch.float64)
     if (
         counter is not None
         and buffer.is_cpu
@@ -379,17 +394,24 @@ def pack_bucket_(
     ):
         # Some gradients may have been packed as they arrived; the rest is released as it is packed.
         keep, factor = bucket in program.schedule.retained, scale.before(source.own_weight)
-        peak = counter.pack(bucket, buffer, program.packings[bucket], keep, factor)
+        peak = counter.pack(bucket, buffer, program.packings[bucket], keep, factor, squares)
         further = _earlier(source, program, bucket)
     else:
         sources = source.sources(program, bucket, late=late)
         nothing = WeightedGradients([None] * len(layout.offsets), 0.0)
         first, *further = sources or [nothing]
-        peak = pack_(buffer, layout, first.sources, scale.before(first.weight))
+        peak = pack_(buffer, layout, first.sources, scale.before(first.weight), squares=squares)
     for grads, weight in further:
-        own = pack_add_(buffer, layout, grads, scale.before(weight))
+        own = pack_add_(buffer, layout, grads, scale.before(weight), squares=squares)
         peak = extension.compiled.add_bounds(peak, own)
-    return Packed(peak, sources)
+    if sums_squares and squares is None:
+        squares = sum_squares(buffer, layout)
+    return Packed(peak, sources, squares)
+
+
+def weighted_squares(squares: Tensor, scale: WeightScale, weight: float) -> Tensor:
+    """Return the squared norms of gradients times their weight, from those of packed ones."""
+    return squares / (scale.before(1.0) ** 2 * weight)
 
 
 def _may_overflow(source: Contributions, program: Program, bucket: int, scale: WeightScale) -> bool:

@@ -229,6 +229,8 @@ def _unfit_error(step: Step) -> FddpError | None:
 def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
     """This rank's control word: the sum of one for each of its summands."""
     layout, source, earlier = step.program.control, step.source, step.earlier
+    # A rank without weight has nothing to measure.
+    measures = step.measures_squares or (layout.groups > 0 and source.weight == 0.0)
     word = ControlWord(
         fingerprint=step.fingerprint,
         method=step.method,
@@ -241,6 +243,7 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
         failed=step.failure is not None,
         stop=step.asks_stop,
         order=_order(step),
+        squares=step.own_squares() if measures else (),
     )
     total = encode(layout, word)
     further = step.program.summands - 1

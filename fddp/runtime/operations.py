@@ -257,8 +257,17 @@ def _write(step: Step, buffer: Tensor, position: int) -> Packed:
         scale = step.sums.repair_scale(step.contributions.weight)
     keeps, is_late = step.keeps_sources, op.when == "late"
     packed = pack_bucket_(
-        source, program, op.bucket, buffer, scale, late=is_late, keeps_sources=keeps
+        source,
+        program,
+        op.bucket,
+        buffer,
+        scale,
+        late=is_late,
+        keeps_sources=keeps,
+        sums_squares=step.measures_squares and op.when == "always",
     )
+    if packed.squares is not None:
+        step.note_squares(op.bucket, packed.squares)
     if step.earlier is None:
         return packed
     return packed._replace(peak=step.earlier.close(op.bucket, buffer, packed.peak))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from fddp.core.numerics.overflow import max_safe_magnitude
@@ -74,6 +75,8 @@ class Program:
         foreign: True if this rank's trees have arrays of another library.
         defers_report: True if no operation needs the report, which is read after the step; see
             [Note: deferred reports] in `finish.py`.
+        noise: for each reduced leaf, the group whose squared norms are measured; () to measure
+            none.
     """
 
     schedule: Schedule
@@ -81,6 +84,7 @@ class Program:
     with_order: bool
     foreign: bool = False
     defers_report: bool = False
+    noise: tuple[str, ...] = ()
 
     @cached_property
     def plan(self) -> BucketPlan:
@@ -95,7 +99,29 @@ class Program:
     @cached_property
     def control(self) -> ControlLayout:
         """Layout of the control word."""
-        return control_layout(self.schedule, with_order=self.with_order)
+        return control_layout(self.schedule, with_order=self.with_order, groups=len(self.groups))
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Groups of leaves whose squared norms are measured, in the order of their first leaves."""
+        return tuple(dict.fromkeys(self.noise))
+
+    @cached_property
+    def group_numbers(self) -> tuple[tuple[int, ...], ...]:
+        """For each bucket, the number of the group of each leaf."""
+        number = {name: k for k, name in enumerate(self.groups)}
+        group_of = dict(zip(self.plan.reduced, self.noise, strict=True))
+        return tuple(tuple(number[group_of[i]] for i in b.leaves) for b in self.plan.buckets)
+
+    def by_group(self, squares: Mapping[int, torch.Tensor]) -> list[float]:
+        """Add numbers of leaves, given by bucket, to one for each group, in the order of the plan.
+        Waits for devices other than the CPU."""
+        totals = np.zeros(len(self.groups))
+        for bucket, numbers in enumerate(self.group_numbers):
+            if bucket in squares:
+                own = squares[bucket].cpu().double().numpy()
+                totals += np.bincount(numbers, weights=own, minlength=len(totals))
+        return [float(total) for total in totals]
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:

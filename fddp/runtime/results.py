@@ -16,6 +16,7 @@ from fddp.native.pack import (
     read_stats,
     scale_,
     slices,
+    sum_squares,
     unpack_,
 )
 from fddp.runtime.program import Program
@@ -53,6 +54,9 @@ class Results:
         self.leaves = leaves
         # Memory of reduced results, of which they are slices, for checks that overwrite it.
         self.memory: list[Tensor] = []
+        # By bucket, the sum of squares of each result; only if several groups of leaves are
+        # measured, as else the norm of all is enough.
+        self.squares: dict[int, Tensor] = {}
         self._program = program
         self._measure = self.checks = measure
         self._devices = devices
@@ -122,6 +126,8 @@ class Results:
         else:
             results = self._own_slices(("cast", bucket), layout, dtype, buffer.device)
             stats = unpack_(results, layout, buffer, after, stats=checked)
+        if self._measure and len(self._program.groups) > 1:
+            self.squares[bucket] = sum_squares(self.memory[-1], layout)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
             self.leaves[leaf] = result

@@ -44,6 +44,7 @@ from fddp.runtime.contributions import (
     BackwardPrediction,
     Contributions,
     WeightedGradients,
+    weighted_squares,
 )
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
@@ -147,6 +148,8 @@ class Step:
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time = number, record_time
+        # Squared norms are measured where a `SyncInfo` is asked for.
+        self.measures_squares = record_time and len(program.groups) > 0
         self.idle, self.is_captured = idle, is_captured
         self.has_next, self.asks_stop = has_next, asks_stop
         # Replaced by the new one in a step that succeeds, so that one that fails keeps the old one.
@@ -222,6 +225,12 @@ class Step:
     @cached_property
     def works(self) -> dict[int, Any]:
         """By bucket, the collective that Python has started last, for its times."""
+        return {}
+
+    @cached_property
+    def squares(self) -> dict[int, Tensor]:
+        """By bucket, for each leaf the squared norm of this rank's gradient times its weight; empty
+        unless these are measured."""
         return {}
 
     @cached_property
@@ -325,6 +334,7 @@ class Step:
             self.scale,
             self.executor,
             keeps_sources=self.keeps_sources,
+            sums_squares=self.measures_squares,
         )
 
     @property
@@ -356,7 +366,7 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
-        is_unusual = self.idle or has_order or self.asks_stop
+        is_unusual = self.idle or has_order or self.asks_stop or self.measures_squares
         is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method)
@@ -369,6 +379,20 @@ class Step:
             self.executor.pack_leaves(source.leaves, self.scale.before(source.weight))
         elif source.leaf_set is not None:
             self.executor.pack_counted(source.leaf_set, self.scale.before(source.own_weight))
+
+    def note_squares(self, bucket: int, packed: Tensor) -> None:
+        """Note the sums of squares of a packed bucket, by leaf."""
+        if self.source.weight == 0.0:
+            return
+        own = weighted_squares(packed, self.scale, self.source.weight)
+        if self.earlier is not None:
+            own = self.earlier.squares.get(bucket, 0.0) + own
+        self.squares[bucket] = own
+
+    def own_squares(self) -> list[float]:
+        """For each group of leaves, the squared norm of this rank's gradient times its weight.
+        Waits for devices other than the CPU."""
+        return self.program.by_group(self.squares)
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
+from fddp.core.numerics.noise_scale import SquaredNorms
+from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
@@ -57,8 +60,29 @@ def make_info(
         trace=_trace(step),
         skipped=skipped,
         stop=report.stop > 0,
+        squared_norms=_squared_norms(step, report, stats.sq_norm),
         held_bytes=step.pool.held_bytes(),
     )
+
+
+def _squared_norms(step: Step, report: ControlReport, sq_norm: float) -> dict[str, SquaredNorms]:
+    """Squared norms by group of leaves; that of the whole mean is `sq_norm`."""
+    groups = step.program.groups
+    if not groups:
+        return {}
+    means = [sq_norm]
+    if math.isnan(sq_norm) or report.late:  # late gradients are not in the control word
+        means = [math.nan] * len(groups)
+    elif len(groups) > 1:
+        means = step.program.by_group(step.results.squares)
+    totals: Sequence[float] = report.squares
+    if report.measured < step.transport.world_size:
+        totals = [math.nan] * len(groups)
+    numbers = zip(groups, step.own_squares(), totals, means, strict=True)
+    return {
+        name: SquaredNorms(own, total, mean, report.active, report.total_weight)
+        for name, own, total, mean in numbers
+    }
 
 
 def ready_times_s(step: Step) -> dict[int, float]:

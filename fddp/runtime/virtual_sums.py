@@ -22,6 +22,7 @@ from fddp.runtime.contributions import (
     Contributions,
     WeightedGradients,
     pack_bucket_,
+    weighted_squares,
 )
 from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
@@ -65,6 +66,8 @@ class VirtualSums:
         program: as above.
         weights: weights of the virtual ranks so far.
         used: for each reduced leaf, True if one of them has a gradient.
+        squares: by bucket, for each leaf the sum of squared norms times weights, if these are
+            measured.
     """
 
     def __init__(self, program: Program, pool: BufferPool, devices: Devices) -> None:
@@ -81,6 +84,7 @@ class VirtualSums:
         self._peaks = [0.0] * len(program.buckets)
         self.weights: list[float] = []
         self.used = np.zeros(len(program.plan.reduced), dtype=bool)
+        self.squares: dict[int, Tensor] = {}
 
     @property
     def missing(self) -> int:
@@ -146,12 +150,20 @@ class VirtualSums:
         buffer[bucket.numel :].zero_()
         try:
             packed = pack_bucket_(
-                contributions, self.program, bucket.index, buffer, self.program.scale
+                contributions,
+                self.program,
+                bucket.index,
+                buffer,
+                self.program.scale,
+                sums_squares=len(self.program.groups) > 0,
             )
         except Exception as error:
             raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
         bound = extension.compiled.add_bounds(self._peaks[bucket.index], packed.peak)
         self._peaks[bucket.index] = bound
+        if packed.squares is not None and contributions.weight > 0.0:
+            own = weighted_squares(packed.squares, self.program.scale, contributions.weight)
+            self.squares[bucket.index] = self.squares.get(bucket.index, 0.0) + own
 
     def _memory(self, bucket: BucketProgram) -> Tensor:
         index = bucket.index

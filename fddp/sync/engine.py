@@ -47,7 +47,12 @@ from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
 from fddp.runtime.step import Outcome, Step
-from fddp.sync.request import EngineSpec, check_report, deterministic_hook_error
+from fddp.sync.request import (
+    EngineSpec,
+    check_noise,
+    check_report,
+    deterministic_hook_error,
+)
 from fddp.sync.rounds import Round
 from fddp.sync.stopping import Stopping
 from fddp.telemetry.flight.dump import dump_on_failure
@@ -194,7 +199,8 @@ class Engine:
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
         defers = self.terms.report == "next"
-        program, bound = Program(schedule, rank, with_order, foreign, defers), None
+        noise = self.terms.noise
+        program, bound = Program(schedule, rank, with_order, foreign, defers, noise), None
         if hook is not None:
             program = staged(program, hook)
             if program.schedule is not schedule:
@@ -671,6 +677,7 @@ class Engine:
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
         check_report(self.terms.report, hook=hook)
+        check_noise(True if self.terms.noise else None, hook=hook)
         schedule = self.schedule_of(self.schedule.plan, hook)
         self.graph_label = _new_label()
         self.setup = self._made(schedule, hook, self.program.control.with_order)

@@ -19,7 +19,7 @@ from fddp.runtime.nonfinite import Policy
 from fddp.sync.autotune import TuneReport, tune
 from fddp.sync.engine import Engine
 from fddp.sync.rebuild import ABSENT, join_engine, rebuild_engine
-from fddp.sync.request import Reduction, Request
+from fddp.sync.request import NoiseGroups, Reduction, Request
 from fddp.sync.tree_sync import TreeSync
 from fddp.sync.value_and_grad import ValueAndGrad
 from fddp.sync.virtual_value_and_grad import VirtualValueAndGrad
@@ -83,6 +83,12 @@ class GradSync(TreeSync):
             by `close`, which raise its errors; up to one step's results are used before. Every rank
             has to contribute all leaves with weight 1: anything else is an error, and there are no
             repairs. Not with a hook.
+        noise: True to measure squared norms of the gradients of all ranks, from which
+            `fddp.numerics.next_noise_scale` estimates the gradient noise scale; or a function from
+            the path of a leaf to the name of a group, to measure them by group. Steps that return a
+            `SyncInfo`, on all ranks, have them in `SyncInfo.squared_norms`; others measure nothing.
+            Not with shards, sparse leaves, a hook of torch's DDP, or `report="next"`. Under a hook
+            that compresses, the error of the mean counts as part of it.
 
     Attributes:
         title: name of the class, which ranks compare at construction; subclasses have their own.
@@ -127,6 +133,7 @@ class GradSync(TreeSync):
         virtual_ranks: int | None = None,
         nonfinite: Policy = "propagate",
         report: ReportTime = "now",
+        noise: NoiseGroups = None,
     ) -> None:
         request = Request(
             source=named_params(params_or_plan),
@@ -144,6 +151,7 @@ class GradSync(TreeSync):
             virtual_ranks=virtual_ranks,
             nonfinite=nonfinite,
             report=report,
+            noise=noise,
             title=self.title,
         )
         with outside_transforms(), dump_failures():

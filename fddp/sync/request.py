@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.schedule.virtual import VirtualRanks
-from fddp.core.text import choice_text, counted
+from fddp.core.text import choice_text, counted, leaf_text
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, ReportTime, SyncConfig
@@ -25,6 +25,12 @@ from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
 
 Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
+
+NoiseGroups: TypeAlias = "Callable[[str], str] | Literal[True] | None"
+"""Groups of leaves whose squared norms are measured: by path, or True for a single one."""
+
+ALL_LEAVES = "all"
+"""Name of the single group."""
 
 
 class EngineSpec(Protocol):
@@ -82,6 +88,7 @@ class Request:
     virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
     report: ReportTime = "now"
+    noise: NoiseGroups = None
     title: str = "GradSync"
 
     @property
@@ -137,10 +144,17 @@ class Request:
         if is_deterministic and self.hook is not None:
             raise ValueError(deterministic_hook_error(self.hook))
         check_report(self.report, hook=self.hook)
+        check_noise(self.noise, report=self.report, hook=self.hook)
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
         topology = self._topology(transport.world_size)
+        sharded = isinstance(self.source, Schedule) and self.source.result == "sharded_mean"
+        if self.noise is not None and (sharded or self.algorithm == "reduce_scatter"):
+            raise ValueError(
+                "noise needs the norm of the whole mean, and with shards each rank has that of its "
+                "own; leave out noise, or choose an algorithm whose result is the whole mean"
+            )
         given = isinstance(self.source, (BucketPlan, Schedule))
         # A rebuild would change shards.
         rebuilds = not given and self.algorithm != "reduce_scatter"
@@ -158,6 +172,7 @@ class Request:
             virtual_ranks=virtual_ranks,
             nonfinite=self.nonfinite,
             report=self.report,
+            noise=groups_of_leaves(self.noise, plan),
         )
 
     def _virtual_ranks(self, world_size: int) -> int | None:
@@ -250,6 +265,54 @@ def check_report(report: ReportTime, *, hook: Hook[Any] | None) -> None:
             f"{hook.name} may fail on one rank, which the report has to say before results are "
             f"used; leave out the hook, or report='next'"
         )
+
+
+def check_noise(noise: NoiseGroups, *, report: ReportTime = "now", hook: Hook[Any] | None) -> None:
+    """Raise a ValueError if squared norms can't be measured in every step."""
+    if noise is None:
+        return
+    if report == "next":
+        raise ValueError(
+            "noise and report='next' can't be combined: squared norms of all ranks are part of the "
+            "report, which is to be read after the step; leave out one of the two"
+        )
+    if hook is not None and hook.raw:
+        raise ValueError(
+            f"noise and {hook.name} can't be combined: its results need not be the mean of "
+            f"gradients; use a hook of fddp.hooks, or leave out noise"
+        )
+
+
+def groups_of_leaves(noise: NoiseGroups, plan: BucketPlan) -> tuple[str, ...]:
+    """Return the group of each reduced leaf whose squared norms are measured; () for none.
+
+    Raises:
+        ValueError: a leaf is sparse.
+        TypeError: `noise` is of another type, or returned no text.
+    """
+    if noise is None:
+        return ()
+    if noise is not True and not callable(noise):
+        raise TypeError(
+            f"noise must be True, or a function from the path of a leaf to the name of its group, "
+            f"or None, got {noise!r}"
+        )
+    paths = [plan.paths[leaf] for leaf in plan.reduced]
+    for bucket in plan.buckets:
+        if bucket.sparse:
+            raise ValueError(
+                f"noise can't be measured of {leaf_text(plan.paths[bucket.leaves[0]])}, whose "
+                f"gradients are sparse: they are summed after the report; make them dense, or "
+                f"leave out noise"
+            )
+    names = [ALL_LEAVES if noise is True else noise(path) for path in paths]
+    for path, name in zip(paths, names, strict=True):
+        if not isinstance(name, str):
+            raise TypeError(
+                f"noise must return the name of a group for each leaf, got {name!r} for "
+                f"{leaf_text(path)}"
+            )
+    return tuple(names)
 
 
 def accelerators(leaves: Sequence[Any]) -> list[torch.device]:

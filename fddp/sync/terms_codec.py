@@ -30,6 +30,7 @@ _TERMS: Schema = {
     "virtual_ranks": optional(int),
     "nonfinite": AnyOf(get_args(Policy)),
     "report": AnyOf(get_args(ReportTime)),
+    "noise": [str],
     "plan": str,
     "topology": [(str, int)],
     "schedule": optional(str),
@@ -136,6 +137,7 @@ def terms_from_json(
         schedule=None if schedule is None else Schedule.from_json(schedule),
         rebuild=_rebuild(document.pop("rebuild")),
         hook=hook,
+        noise=tuple(document.pop("noise")),
         **document,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from fddp.core.numerics.noise_scale import SquaredNorms
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.tables import html_table
 from fddp.core.text import counted
@@ -34,8 +36,8 @@ class Trace:
 
 @dataclass(frozen=True, repr=False)
 class SyncInfo:
-    """Result of one synchronisation, equal on all ranks except for `timeline`, `trace` and
-    `held_bytes`.
+    """Result of one synchronisation, equal on all ranks except for `timeline`, `trace`,
+    `held_bytes` and `SquaredNorms.own`.
 
     If ranks hold different results, as with shards (`reduce_scatter`) or a `fddp.hooks.TorchHook`
     that returns different values, `grad_norm` and the part of `all_finite` on results are those of
@@ -60,6 +62,10 @@ class SyncInfo:
         skipped: True if all ranks skipped the step because a value was not finite and
             `nonfinite="skip"` is set; `grad_norm` is then NaN.
         stop: True if a rank has asked all ranks to stop; see `GradSync.stopping`.
+        squared_norms: squared norms of gradients by group of leaves, for
+            `fddp.numerics.next_noise_scale`; empty unless the `GradSync` was made with `noise`.
+            Norms of the mean are NaN in a skipped or repaired step, and totals if another rank has
+            asked for no info.
         held_bytes: bytes of the buckets of this and earlier steps that results still use on this
             rank. It grows if gradients are kept; `clone` them.
     """
@@ -79,6 +85,7 @@ class SyncInfo:
     trace: Trace
     skipped: bool = False
     stop: bool = False
+    squared_norms: Mapping[str, SquaredNorms] = field(default_factory=dict)
     held_bytes: int = 0
 
     def __repr__(self) -> str:

@@ -26,7 +26,8 @@ from tests.support.examples import examples
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
     leaves, buckets = draw(st.integers(0, 8)), draw(st.integers(0, 4))
-    layout = ControlLayout(leaves, buckets, with_order=draw(st.booleans()))
+    groups = draw(st.integers(0, 3))
+    layout = ControlLayout(leaves, buckets, with_order=draw(st.booleans()), groups=groups)
     method = draw(st.integers(0, 15))
     words = [
         ControlWord(
@@ -42,6 +43,7 @@ def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
             order=draw(st.permutations(range(leaves)))[: draw(st.integers(0, leaves))]
             if rank == 0
             else (),
+            squares=[float(draw(st.integers(0, 1000))) for _ in range(groups)],
         )
         for rank in range(draw(st.integers(1, 5)))
     ]
@@ -65,6 +67,14 @@ def test_sum_is_equal_on_every_rank(step: tuple[ControlLayout, list[ControlWord]
     late = [b for b in range(layout.buckets) if any(word.late[b] for word in words)]
     assert report.late == tuple(late)
     assert report.order == (tuple(words[0].order) if layout.with_order else ())
+    assert report.squares == tuple(map(sum, zip(*(word.squares for word in words), strict=True)))
+    assert report.measured == (len(words) if layout.groups else 0)
+
+
+def test_squares_beyond_float32_are_infinite() -> None:
+    layout = ControlLayout(0, 0, format="float32", limb_bits=23, groups=1)
+    vector = encode(layout, ControlWord(7, 1.0, (), (), squares=(1e300,)))
+    assert decode(layout, vector, fingerprint=7, world_size=1).squares == (math.inf,)
 
 
 @given(
@@ -133,7 +143,7 @@ def test_limbs_are_independent_of_summation_order(
 ) -> None:
     """Their report is that of words in float64 without limbs, whose sums are rounded once."""
     layout, words = step
-    plain = ControlLayout(layout.leaves, layout.buckets, layout.with_order)
+    plain = replace(layout, format="float64", limb_bits=0)
     exact = []
     for values in zip(*(encode(plain, word).tolist() for word in words), strict=True):
         try:

@@ -68,6 +68,7 @@ def test_the_signature_is_that_of_the_installed_torch() -> None:
         "report": "now",
         "virtual_ranks": None,
         "local_gradients": "warn",
+        "noise": None,
     }
     parameters = parameters_of(fddp.DistributedDataParallel.__init__)
     ours = parameters[: -len(own)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 SAMPLE = "dp_sgd"  # of `make test`; the others run in `make nightly`
 NAMES = [
     name if name == SAMPLE else pytest.param(name, marks=pytest.mark.nightly)
-    for name in ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics", "fsdp2")
+    for name in (
+        *("maml", "hvp_cg", "dp_sgd", "ensemble", "physics", "fsdp2"),
+        *("adascale", "batch_size"),
+    )
 ]
 
 
@@ -46,6 +51,11 @@ def uniform(params: Any, batch: Any) -> float:
     return 1.0
 
 
+def linear(noise: Any, ranks: int) -> float:
+    """The learning rate grows with the number of ranks, whatever the noise is."""
+    return float(ranks)
+
+
 #: how each example is broken, and the checks that must then fail
 BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "maml": ({"average": local}, ("spread tasks, from one process",)),
@@ -60,6 +70,8 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ensemble": ({"weight_fn": uniform}, ("all models, from one process",)),
     "physics": ({"weight_fn": uniform}, ("parameters, from one process",)),
     "fsdp2": ({"load": load_nothing}, ("resumed, from the same run",)),
+    "adascale": ({"gain_of": linear}, ("loss, from one rank's",)),
+    "batch_size": ({"weight_fn": uniform}, ("noise scale, from the known one",)),
 }
 
 
@@ -94,6 +106,14 @@ def test_a_broken_example_fails_its_checks(ranks: RankPool, name: str) -> None:
         failed = tuple(check for check, found in report.checks.items() if not found.passed)
         assert not report.passed
         assert set(failed) == set(expected), report.checks
+
+
+@pytest.mark.parametrize("name", ["adascale", "batch_size"])
+def test_a_figure_is_written(name: str, tmp_path: Path) -> None:
+    module = importlib.import_module(f"examples.{name}")
+    numbers: dict[str, list[float]] = defaultdict(lambda: [1.0, math.inf, 3.0])
+    module.plot(numbers).savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 # The page

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fddp
 from fddp import periodic
-from fddp.tree.pytree import tree_map
+from fddp.tree.pytree import flatten, tree_map
 from tests.lag.rank import SMALL, Rank, means, slow
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
@@ -82,6 +82,36 @@ def mean_of_gradients(rank: Rank) -> None:
             result = sync(grads, weight=rank.number + 1.0)
             del grads
             rank.check(result, means(number, weights=(1.0, 2.0)))
+
+
+def noise(rank: Rank) -> None:
+    """Squared norms by group of leaves, of gradients that the device is still to compute."""
+    params = rank.put(mlp())
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return mlp_loss(tree_map(slow, p), x)
+
+    def sq_norm(grads: Any, group: str) -> float:
+        leaves, treedef = flatten(grads)
+        pairs = zip(treedef.paths, leaves, strict=True)
+        return sum(float(leaf.square().sum()) for path, leaf in pairs if path.endswith(group))
+
+    def group_of(path: str) -> str:
+        return path.rpartition(".")[2]
+
+    with fddp.GradSync(params, group=rank.group, noise=group_of, **SMALL) as sync:
+        step = sync.value_and_grad(loss_fn, with_info=True)
+        for number in range(3):
+            _, grads, info = step(params, rank.put(batch(rank.number, number)))
+            rank.check(grads, means(number))
+            own = [torch.func.grad(mlp_loss)(mlp(), batch(other, number)) for other in range(2)]
+            for group in ("weight", "bias"):
+                norms = info.squared_norms[group]
+                found = (norms.own, norms.total, norms.mean)
+                squares = [sq_norm(each, group) for each in own]
+                expected = squares[rank.number], sum(squares), sq_norm(means(number), group)
+                for value, wanted in zip(found, expected, strict=True):
+                    assert abs(value / wanted - 1.0) < 1e-9, (group, found, expected)
 
 
 def branches(p: Any, x: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         f.in_graphs,
         f.reported_later,
         f.mean_of_gradients,
+        f.noise,
         f.several_streams,
         f.late_gradients,
         s.sparse,

@@ -32,7 +32,7 @@ def test_all_results_are_those_of_the_cpu(lagging: str) -> None:
 
 # Of each kind of collective, and of failures.
 ON_NCCL = (
-    *("value_and_grad", "shards", "operators", "compressed", "sparse", "deterministic"),
+    *("value_and_grad", "noise", "shards", "operators", "compressed", "sparse", "deterministic"),
     *("virtual_ranks_with_times", "closed_in_flight", "closed_with_handles", "wrapped", "hooked"),
     *("trained_within_a_stream", "skipped_later", "raised_later", "wrapped_skips_later"),
     *("captured", "captured_shards", "captured_skips", "captured_module"),

@@ -24,6 +24,7 @@ from tests.support.pack_cases import (
     REAL,
     Case,
     assert_same_bits,
+    assert_same_squares,
     assert_same_stats,
     cases,
     flat_layout,
@@ -46,6 +47,31 @@ def test_packing_agrees(name: str, case: Case) -> None:
     assert_same_bits(case.buffer, expected)
     getattr(pack_foreach, name)(before, *args)
     assert_same_bits(before, expected)
+
+
+@pytest.mark.parametrize("name", ["pack_", "pack_add_"])
+@given(case=cases(FORMS))
+def test_squares_are_those_of_the_slices_afterwards(name: str, case: Case) -> None:
+    """Of those that are written; the others keep their numbers. Bits are those of a pass that sums
+    none."""
+    plain, expected = case.buffer.clone(), case.buffer.clone()
+    found, sums = (torch.full((len(case.leaves),), -1.0, dtype=torch.float64) for _ in range(2))
+    args = case.layout, case.leaves, case.scale
+    peak = getattr(pack, name)(plain, *args)
+    getattr(pack_reference, name)(expected, *args, squares=sums)
+    assert getattr(pack, name)(case.buffer, *args, squares=found) == peak
+    assert_same_bits(case.buffer, plain)
+    assert_same_squares(found, sums)
+
+
+@given(cases(("missing",)))
+def test_sums_of_squares_agree(case: Case) -> None:
+    before, expected = case.buffer.clone(), pack_reference.sum_squares(case.buffer, case.layout)
+    assert_same_squares(pack.sum_squares(case.buffer, case.layout), expected)
+    assert_same_bits(case.buffer, before)
+    if case.layout.offsets and expected.isfinite().all():
+        # A norm of torch is one of float32 for narrower dtypes.
+        assert_same_squares(pack_foreach.sum_squares(case.buffer, case.layout), expected, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
@@ -282,8 +308,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(
         torch_threads(threads)
         buffer = torch.empty(layout.numel)
         outputs = [torch.empty(n, dtype=torch.bfloat16) for n in numels]
-        peak = pack.pack_(buffer, layout, sources, 1 / 3)
-        stats = pack.scale_(buffer, 0.7)
+        squares = torch.empty(len(numels), dtype=torch.float64)
+        peak = pack.pack_(buffer, layout, sources, 1 / 3, squares=squares)
+        stats = pack.scale_(buffer, 0.7), squares.tolist()
         results.append((peak, buffer, stats, pack.unpack_(outputs, layout, buffer, 3.0), outputs))
     for peak, buffer, stats, unpacked, outputs in results[1:]:
         assert (peak, stats, unpacked) == (results[0][0], results[0][2], results[0][3])

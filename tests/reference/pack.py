@@ -1,7 +1,7 @@
 """The functions of `fddp.native.pack` in plain torch: slow, one leaf at a time, plain to see.
 
-Tests hold the compiled kernels and the multi-tensor path against these, to the bit; only `sq_norm`
-is summed in another order. Arguments are not checked here.
+Tests hold the compiled kernels and the multi-tensor path against these, to the bit; only squares
+are summed in another order. Arguments are not checked here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from fddp.native.layout import UNMEASURED, Layout, Stats, views
 
 
 def pack_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float = 1.0,
+    *,
+    squares: Tensor | None = None,
 ) -> float:
     """See `fddp.native.pack.pack_`."""
     peak = 0.0
@@ -29,21 +34,36 @@ def pack_(
                 source = _plain(source)
                 peak = max(peak, _peak(source))
                 view.copy_(_scaled(source, view.dtype, scale))
+        if squares is not None:
+            squares.copy_(sum_squares(buffer, layout))
     return _scaled_peak(peak, scale)
 
 
 def pack_add_(
-    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+    buffer: Tensor,
+    layout: Layout,
+    sources: Sequence[Tensor | None],
+    scale: float = 1.0,
+    *,
+    squares: Tensor | None = None,
 ) -> float:
     """See `fddp.native.pack.pack_add_`."""
     peak = 0.0
     with torch.no_grad():
-        for view, source in zip(views(buffer, layout), sources, strict=True):
+        for i, (view, source) in enumerate(zip(views(buffer, layout), sources, strict=True)):
             if source is not None and scale != 0.0:
                 source = _plain(source)
                 peak = max(peak, _peak(source))
                 _real(view).add_(_real(_scaled(source, view.dtype, scale)))
+                if squares is not None:
+                    squares[i] = _measure([view]).sq_norm
     return _scaled_peak(peak, scale)
+
+
+def sum_squares(buffer: Tensor, layout: Layout) -> Tensor:
+    """See `fddp.native.pack.sum_squares`."""
+    norms = [_measure([view]).sq_norm for view in views(buffer, layout)]
+    return torch.tensor(norms, dtype=torch.float64)
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:

@@ -38,7 +38,10 @@ def multi_tensor(name: str) -> Any:
 
 
 pack_foreach = SimpleNamespace(
-    **{name: multi_tensor(name) for name in ("pack_", "pack_add_", "scale_", "unpack_")}
+    **{
+        name: multi_tensor(name)
+        for name in ("pack_", "pack_add_", "scale_", "unpack_", "sum_squares")
+    }
 )
 IMPLEMENTATIONS: dict[str, Any] = {"compiled": pack, "multi-tensor": pack_foreach}
 FORMS = ("dense", "other order", "sliced", "expanded", "negated", "conjugate", "sparse", "missing")
@@ -62,6 +65,13 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 def assert_same_stats(actual: Stats, expected: Stats) -> None:
     assert actual.finite == expected.finite
     assert actual.sq_norm == pytest.approx(expected.sq_norm, rel=1e-12, nan_ok=True)
+
+
+def assert_same_squares(actual: Tensor, expected: Tensor, rel: float = 1e-12) -> None:
+    assert actual.dtype == torch.float64
+    finite = expected.isfinite()
+    assert torch.equal(actual.isfinite(), finite), (actual, expected)
+    torch.testing.assert_close(actual[finite], expected[finite], rtol=rel, atol=0.0)
 
 
 class Case(NamedTuple):

@@ -1,1 +1,1 @@
-"""Weights, loss scales, overflow bounds and norm spikes as pure functions."""
+"""Weights, loss scales, noise scales, overflow bounds and norm spikes as pure functions."""

@@ -3,7 +3,8 @@
 Every rank learns the same facts from the sums in the same step: the leaves that any rank used, the
 buckets that received a gradient after their launch, the number of active ranks and their total
 weight, the number of ranks with more input, and the number of ranks with a non-finite contribution,
-a failure or a request to stop. None of this needs a flag from the caller.
+a failure or a request to stop. None of this needs a flag from the caller. Squared norms of
+gradients are part of it where the caller asks for them.
 
 [Note: limbs]
 In the tail of a float32 bucket, and wherever the sum must not depend on the order of addition,
@@ -62,6 +63,8 @@ class ControlLayout:
         format: dtype of the elements.
         limb_bits: bits per limb; 0 if fingerprint and weights take one element each, as float64
             represents sums of token counts exactly. See [Note: limbs].
+        groups: number of groups of leaves whose squared norms are included, of one element each:
+            their sums are rounded, but have the same bits on all ranks.
 
     Example:
         >>> ControlLayout(leaves=2, buckets=1).size
@@ -75,10 +78,11 @@ class ControlLayout:
     with_order: bool = False
     format: Format = "float64"
     limb_bits: int = 0
+    groups: int = 0
 
     @cached_property
     def size(self) -> int:
-        return int(self.fields["order"].stop)
+        return int(self.fields["squares"].stop)
 
     @cached_property
     def fields(self) -> dict[str, slice]:
@@ -97,6 +101,8 @@ class ControlLayout:
             "late": self.buckets,
             "used": self.leaves,
             "order": self.leaves if self.with_order else 0,
+            "measured": 1 if self.groups else 0,
+            "squares": self.groups,
         }
         fields, start = {}, 0
         for name, length in lengths.items():
@@ -125,6 +131,8 @@ class ControlWord:
         failed: True if this rank could not complete the step.
         stop: True if this rank asks all ranks to stop.
         order: reduced leaves in the order in which their gradients arrived; only on rank 0.
+        squares: for each group of leaves, the squared norm of this rank's gradient times its
+            weight; () if it has not measured them.
     """
 
     fingerprint: int
@@ -138,6 +146,7 @@ class ControlWord:
     failed: bool = False
     stop: bool = False
     order: Sequence[int] = ()
+    squares: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,8 @@ class ControlReport:
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
         order: rank 0's ready order of the leaves it used; empty if the layout does not include it.
+        measured: number of ranks that have measured squared norms.
+        squares: for each group of leaves, the sum of squared norms times weights over these ranks.
     """
 
     agreed: bool
@@ -171,6 +182,8 @@ class ControlReport:
     users: tuple[int, ...]
     late: tuple[int, ...]
     order: tuple[int, ...] = ()
+    measured: int = 0
+    squares: tuple[float, ...] = ()
 
     @property
     def used(self) -> tuple[bool, ...]:
@@ -207,6 +220,10 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         # Positions count from one; zero marks an unused leaf.
         seats = fields["order"].start + np.asarray(word.order)
         vector[seats] = np.arange(1, len(word.order) + 1)
+    if len(word.squares):
+        vector[fields["measured"]] = 1.0
+        with np.errstate(over="ignore"):  # infinity in float32
+            vector[fields["squares"]] = word.squares
     return vector
 
 
@@ -254,6 +271,8 @@ def decode(
         users=tuple(total[fields["used"]].astype(np.int64).tolist()),
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),
         order=tuple(order),
+        measured=int(total[fields["measured"]].sum()),
+        squares=tuple(total[fields["squares"]].tolist()),
     )
 
 

@@ -45,9 +45,10 @@ def piggyback_problem(
     return None
 
 
-def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
+def control_layout(schedule: Schedule, *, with_order: bool, groups: int = 0) -> ControlLayout:
     """Return the layout of a schedule's control word, `with_order` including the ready order of
-    rank 0; see [Note: limbs] in `control_word.py`."""
+    rank 0, and with squared norms of `groups` groups of leaves; see [Note: limbs] in
+    `control_word.py`."""
     leaves, buckets = len(schedule.plan.reduced), len(schedule.plan.buckets)
     fmt: Format = "float64"
     if schedule.piggyback_op >= 0:
@@ -55,7 +56,7 @@ def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
     # The total weight scales all results, so a deterministic schedule needs its exact sum.
     needs_limbs = fmt == "float32" or schedule.deterministic
     bits = limb_bits(fmt, summands(schedule)) if needs_limbs else 0
-    return ControlLayout(leaves, buckets, with_order, fmt, bits)
+    return ControlLayout(leaves, buckets, with_order, fmt, bits, groups)
 
 
 def with_separate_word(schedule: Schedule) -> Schedule:

@@ -87,6 +87,7 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   eager_of_.assign(size(), kNotEager);
   for (size_t i = 0; i < eager_.size(); ++i) eager_of_[eager_[i].leaf] = static_cast<int64_t>(i);
   packed_on_arrival_.assign(size(), false);
+  squares_.assign(size(), 0.0);
   bucket_of_.assign(size(), kNoBucket);
   for (size_t b = 0; b < buckets; ++b) {
     for (const int64_t leaf : members_->leaves[b]) {
@@ -138,10 +139,20 @@ std::vector<std::optional<at::Tensor>> GradientCounter::take(int64_t bucket, boo
   return grads;
 }
 
+size_t GradientCounter::leaves_of(int64_t bucket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(members_ != nullptr, "arm must be called before gradients can be packed");
+  return members_->leaves.at(bucket).size();
+}
+
 double GradientCounter::pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep,
-                             double scale) {
+                             double scale, double* squares) {
   std::vector<at::Tensor> grads;  // released without the mutex, as in `on_gradient`
-  std::vector<std::pair<at::Tensor, const Layout*>> separate;
+  struct Separate {
+    int64_t position;
+    const Layout* slot;
+  };
+  std::vector<Separate> separate;
   double amax = 0.0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -154,18 +165,28 @@ double GradientCounter::pack(int64_t bucket, const at::Tensor& buffer, const Buc
     grads = take_locked(bucket, keep);
     amax = amax_bounds_[bucket];
     for (const auto& [position, slot] : packing.early) {
-      if (!packed_on_arrival_[members_->leaves[bucket].at(position)]) separate.emplace_back(grads[position], &slot);
+      const int64_t leaf = members_->leaves[bucket].at(position);
+      if (!packed_on_arrival_[leaf]) {
+        separate.push_back({position, &slot});
+      } else if (squares != nullptr) {
+        squares[position] = squares_[leaf];
+      }
     }
   }
   if (packing.together.size() == grads.size()) {
-    amax = std::max(amax, pack_(buffer, packing.layout, grads, scale));
+    amax = std::max(amax, pack_(buffer, packing.layout, grads, scale, squares));
   } else {
     std::vector<at::Tensor> together;
     together.reserve(packing.together.size());
     for (const int64_t position : packing.together) together.push_back(grads.at(position));
-    amax = std::max(amax, pack_(buffer, packing.layout, together, scale));
+    std::vector<double> found(squares == nullptr ? 0 : together.size());
+    amax = std::max(amax, pack_(buffer, packing.layout, together, scale, squares == nullptr ? nullptr : found.data()));
+    for (size_t i = 0; i < found.size(); ++i) squares[packing.together[i]] = found[i];
   }
-  for (const auto& [grad, slot] : separate) amax = std::max(amax, pack_(buffer, *slot, {grad}, scale));
+  for (const auto& [position, slot] : separate) {
+    double* const square = squares == nullptr ? nullptr : squares + position;
+    amax = std::max(amax, pack_(buffer, *slot, {grads[position]}, scale, square));
+  }
   return amax;
 }
 
@@ -240,7 +261,8 @@ at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;
-  const double amax = pack(slot.buffer, *slot.layout, {grad}, slot.scale);
+  double* const square = slot.sums_squares ? &squares_[leaf] : nullptr;
+  const double amax = pack(slot.buffer, *slot.layout, {grad}, slot.scale, square);
   // The sum of two finite bounds may overflow to infinity, which would indicate a non-finite
   // gradient.
   double& bound = amax_bounds_[bucket];
@@ -325,10 +347,12 @@ void bind_gradient_counter(py::module_& m) {
            }),
            py::arg("together"), py::arg("layout"), py::arg("early"));
   py::class_<EagerSlot>(m, "EagerSlot")
-      .def(py::init([](int64_t leaf, at::Tensor buffer, std::shared_ptr<Layout> layout, double scale) {
-             return EagerSlot{leaf, std::move(buffer), std::move(layout), scale};
+      .def(py::init([](int64_t leaf, at::Tensor buffer, std::shared_ptr<Layout> layout, double scale,
+                       bool sums_squares) {
+             return EagerSlot{leaf, std::move(buffer), std::move(layout), scale, sums_squares};
            }),
-           py::arg("leaf"), py::arg("buffer"), py::arg("layout").none(false), py::arg("scale"));
+           py::arg("leaf"), py::arg("buffer"), py::arg("layout").none(false), py::arg("scale"),
+           py::arg("sums_squares") = false);
   py::class_<BucketListener, std::shared_ptr<BucketListener>>(m, "BucketListener");
   py::class_<GradientCounter, std::shared_ptr<GradientCounter>>(m, "GradientCounter")
       .def_property_readonly("leaves", &GradientCounter::leaves)
@@ -340,10 +364,12 @@ void bind_gradient_counter(py::module_& m) {
       .def("pack",
            torch::wrap_pybind_function_no_gil(
                [](GradientCounter& counter, int64_t bucket, const at::Tensor& buffer,
-                  const BucketPacking& packing, bool keep, double scale) {
-                 return counter.pack(bucket, buffer, packing, keep, scale);
+                  const BucketPacking& packing, bool keep, double scale, const std::optional<at::Tensor>& squares) {
+                 double* const written = squares ? squares_of(*squares, counter.leaves_of(bucket)) : nullptr;
+                 return counter.pack(bucket, buffer, packing, keep, scale, written);
                }),
-           py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
+           py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"),
+           py::arg("squares") = py::none())
       .def("take_one", &GradientCounter::take_one, py::arg("leaf"))
       .def("arrival_count", &GradientCounter::arrival_count)
       .def("used", &GradientCounter::used)

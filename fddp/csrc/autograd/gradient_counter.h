@@ -33,12 +33,13 @@ struct BucketPacking {
 };
 
 // Destination of a large leaf's gradient, which is packed on arrival: the only slot of `layout`, in
-// `buffer`.
+// `buffer`. With `sums_squares`, squares are summed in the same pass, for `pack`.
 struct EagerSlot {
   int64_t leaf;
   at::Tensor buffer;
   std::shared_ptr<const Layout> layout;
   double scale;
+  bool sums_squares;
 };
 
 // Return a bound on the magnitude of a sum from bounds of its summands. Infinite only if one of the
@@ -78,8 +79,14 @@ class GradientCounter {
 
   // Take the gradients of one bucket as `take` does, and pack those that were not packed on arrival
   // into `buffer`, in CPU memory, multiplied by `scale`. Return a bound on the magnitudes of all
-  // gradients of the bucket; infinity if any gradient is not finite. Call without the GIL.
-  double pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale);
+  // gradients of the bucket; infinity if any gradient is not finite. `squares`, unless null, receives
+  // the sums of squares of the bucket's slots, if those packed on arrival were to be summed. Call
+  // without the GIL.
+  double pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale,
+              double* squares = nullptr);
+
+  // Return the number of leaves of a bucket.
+  size_t leaves_of(int64_t bucket) const;
 
   // Return one leaf's gradient and reset it, so that nothing is accumulated into it later.
   std::optional<at::Tensor> take_one(int64_t leaf);
@@ -156,6 +163,7 @@ class GradientCounter {
   std::vector<EagerSlot> eager_;
   std::vector<int64_t> eager_of_;                  // by leaf: position in eager_, or kNotEager
   std::vector<bool> packed_on_arrival_;            // by leaf: packed on arrival
+  std::vector<double> squares_;                    // by leaf: sum of squares, if packed on arrival
   std::vector<double> amax_bounds_;                // by bucket: bound on gradients packed on arrival
   std::vector<bool> late_;                         // by bucket: a gradient arrived after take()
   std::vector<bool> taken_;                        // by bucket: take() was called

@@ -83,7 +83,7 @@ struct Discard {
 
 template <class Source, class Target, class Store>
 struct CopyLoop {
-  static FDDP_INLINE double run(const void* from, void* to, int64_t count, double scale) {
+  static FDDP_INLINE Copied run(const void* from, void* to, int64_t count, double scale) {
     using Value = Arithmetic<Source, Target>;
     const auto* const source = static_cast<const Source*>(from);
     auto* const target = static_cast<Target*>(to);
@@ -95,7 +95,7 @@ struct CopyLoop {
       max_bits = std::max(max_bits, abs_bits(value));
       Store::store(target[i], value * factor);
     }
-    return from_abs_bits<Value>(max_bits);
+    return {from_abs_bits<Value>(max_bits), 0};
   }
 };
 
@@ -150,14 +150,22 @@ class SquareSum {
   using Doubles [[gnu::vector_size(kWidth * sizeof(double))]] = double;
 
   FDDP_INLINE void add_lanes(const Value* values, int64_t count) {
+    // In variables of their own, as a compiler may keep an array in memory.
+    Doubles s0 = sums_[0], s1 = sums_[1], s2 = sums_[2], s3 = sums_[3];
     for (int64_t i = 0; i < count; i += kLanes) {
-      for (int64_t v = 0; v < kLanes / kWidth; ++v) {
-        Values part;
-        std::memcpy(&part, values + i + v * kWidth, sizeof part);
-        const auto wide = __builtin_convertvector(part, Doubles);
-        sums_[v] += wide * wide;
-      }
+      add_squares(s0, values + i);
+      add_squares(s1, values + i + kWidth);
+      add_squares(s2, values + i + 2 * kWidth);
+      add_squares(s3, values + i + 3 * kWidth);
     }
+    sums_[0] = s0, sums_[1] = s1, sums_[2] = s2, sums_[3] = s3;
+  }
+
+  static FDDP_INLINE void add_squares(Doubles& sum, const Value* values) {
+    Values part;
+    std::memcpy(&part, values, sizeof part);
+    const auto wide = __builtin_convertvector(part, Doubles);
+    sum += wide * wide;
   }
 
   Doubles sums_[kLanes / kWidth] = {};
@@ -179,6 +187,24 @@ struct StatsLoop {
   }
 };
 
+// CopyLoop that also sums squares, of blocks that are in the cache.
+template <class Source, class Target, class Store>
+struct SquaresLoop {
+  static FDDP_INLINE Copied run(const void* from, void* to, int64_t count, double scale) {
+    constexpr int64_t kBlock = SquareSum<Target>::kBlock;
+    const auto* const source = static_cast<const Source*>(from);
+    auto* const target = static_cast<Target*>(to);
+    double amax = 0;
+    SquareSum<Target> sum;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t size = std::min(kBlock, count - begin);
+      amax = std::max(amax, CopyLoop<Source, Target, Store>::run(source + begin, target + begin, size, scale).amax);
+      sum.add(target + begin, size);
+    }
+    return {amax, sum.total()};
+  }
+};
+
 template <class T>
 struct StatsOnlyLoop {
   static FDDP_INLINE Stats run(const void* from, void*, int64_t count, double) {
@@ -194,9 +220,9 @@ struct StatsOnlyLoop {
 
 template <class T>
 struct ZeroLoop {
-  static FDDP_INLINE double run(const void*, void* to, int64_t count, double) {
+  static FDDP_INLINE Copied run(const void*, void* to, int64_t count, double) {
     std::memset(to, 0, static_cast<size_t>(count) * sizeof(T));
-    return 0;
+    return {};
   }
 };
 
@@ -253,21 +279,26 @@ template <class Source, class Target>
 using WriteLoop = CopyLoop<Source, Target, Write>;
 template <class Source, class Target>
 using AddLoop = CopyLoop<Source, Target, Add>;
-template <class T>
-using MagnitudeLoop = CopyLoop<T, T, Discard>;
+template <class Source, class Target>
+using WriteSquaresLoop = SquaresLoop<Source, Target, Write>;
+template <class Source, class Target>
+using AddSquaresLoop = SquaresLoop<Source, Target, Add>;
 
 }  // namespace
 
-CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target) {
-  return kernel_between<WriteLoop>(source, target);
+CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target, bool sums_squares) {
+  return sums_squares ? kernel_between<WriteSquaresLoop>(source, target) : kernel_between<WriteLoop>(source, target);
 }
 
-CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target) {
-  return kernel_between<AddLoop>(source, target);
+CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target, bool sums_squares) {
+  return sums_squares ? kernel_between<AddSquaresLoop>(source, target) : kernel_between<AddLoop>(source, target);
 }
 
-CopyKernel magnitude_kernel(c10::ScalarType source) {
-  return with_type(source, [](auto s) { return kernel<MagnitudeLoop<decltype(s)>>(); });
+CopyKernel magnitude_kernel(c10::ScalarType source, bool sums_squares) {
+  return with_type(source, [&](auto s) {
+    using T = decltype(s);
+    return sums_squares ? kernel<SquaresLoop<T, T, Discard>>() : kernel<CopyLoop<T, T, Discard>>();
+  });
 }
 
 CopyKernel zero_kernel(c10::ScalarType target) {

@@ -19,21 +19,27 @@ struct Stats {
   bool finite = true;  // no NaN and no infinity
 };
 
-// Read `count` elements and write them scaled and cast. Return the largest magnitude read; infinity
-// if any element was NaN. Source and target may be the same memory, but must not overlap otherwise.
-using CopyKernel = double (*)(const void* source, void* target, int64_t count, double scale);
+// Measurements of a copy.
+struct Copied {
+  double amax = 0;     // largest magnitude read; infinity if any element was NaN
+  double sq_norm = 0;  // sum of squares of the elements of the target afterwards; 0 unless requested
+};
+
+// Read `count` elements and write them scaled and cast. Source and target may be the same memory, but
+// must not overlap otherwise.
+using CopyKernel = Copied (*)(const void* source, void* target, int64_t count, double scale);
 
 // CopyKernel that also returns the stats of the written values.
 using StatsKernel = Stats (*)(const void* source, void* target, int64_t count, double scale);
 
 // target = cast(source * scale). All dtypes are real: Half, BFloat16, Float or Double.
-CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target);
+CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target, bool sums_squares);
 
 // target += cast(source * scale).
-CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target);
+CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target, bool sums_squares);
 
-// Largest magnitude of the source. Nothing is written.
-CopyKernel magnitude_kernel(c10::ScalarType source);
+// Measurements of the source, which is the target. Nothing is written.
+CopyKernel magnitude_kernel(c10::ScalarType source, bool sums_squares);
 
 // target = 0. The source is not read.
 CopyKernel zero_kernel(c10::ScalarType target);

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -48,13 +49,15 @@ at::Tensor empty_in_slot_order(const at::Tensor& leaf, const Slot& slot) {
   return at::empty_strided(slot.sizes, slot.strides, options);
 }
 
-// Run all tasks. Return the largest magnitude.
-double run_copy_tasks(const KernelTasks<CopyKernel>& tasks, double scale) {
+// Run all tasks. Return the largest magnitude. Write the sum of squares of each task to `sq_norms`,
+// unless it is empty.
+double run_copy_tasks(const KernelTasks<CopyKernel>& tasks, double scale, std::vector<double>& sq_norms) {
   std::atomic<double> amax{0.0};
-  tasks.run([&](const KernelTask<CopyKernel>& task, size_t) {
-    const double found = task.kernel(task.source, task.target, task.count, scale);
+  tasks.run([&](const KernelTask<CopyKernel>& task, size_t i) {
+    const Copied found = task.kernel(task.source, task.target, task.count, scale);
+    if (!sq_norms.empty()) sq_norms[i] = found.sq_norm;
     double known = amax.load(std::memory_order_relaxed);
-    while (found > known && !amax.compare_exchange_weak(known, found, std::memory_order_relaxed)) {
+    while (found.amax > known && !amax.compare_exchange_weak(known, found.amax, std::memory_order_relaxed)) {
     }
   });
   return amax.load();
@@ -82,11 +85,11 @@ Stats run_stats_tasks(const KernelTasks<StatsKernel>& tasks, double scale) {
   return total;
 }
 
-using KernelFor = CopyKernel (*)(c10::ScalarType source, c10::ScalarType target);
+using KernelFor = CopyKernel (*)(c10::ScalarType source, c10::ScalarType target, bool sums_squares);
 
 // Pack each source into its slot.
 double pack_leaves_(
-    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale,
+    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale, double* squares,
     KernelFor kernel_for, bool zero_missing) {
   check_cpu_buffer(buffer, layout.numel());
   check_sources(sources, layout, buffer);
@@ -95,13 +98,20 @@ double pack_leaves_(
   const TypedPointer bucket = mutable_pointer(buffer);
   Leaves reordered;  // of sources whose memory has another order
   KernelTasks<CopyKernel> tasks(sources.size());
+  std::vector<size_t> written;  // leaf of each task
+  const auto add = [&](size_t i, CopyKernel kernel, TypedPointer source, TypedPointer target) {
+    tasks.add(kernel, source, target, real_numel(layout.slots()[i], buffer));
+    if (squares == nullptr) return;
+    squares[i] = 0.0;
+    written.resize(tasks.size(), i);
+  };
   for (const auto i : c10::irange(sources.size())) {
     const Slot& slot = layout.slots()[i];
     const TypedPointer target = slot_pointer(bucket, buffer, slot);
     // A leaf of weight zero does not count, although NaN times zero would be NaN.
     if (!sources[i].defined() || scale == 0.0) {
       if (!zero_missing) continue;
-      tasks.add(zero_kernel(target.dtype), target, target, real_numel(slot, buffer));
+      add(i, zero_kernel(target.dtype), target, target);
       continue;
     }
     TypedPointer source;
@@ -114,30 +124,41 @@ double pack_leaves_(
       source = const_pointer(reordered.back());
     }
     const bool is_in_place = source.data == target.data && scale == 1.0 && kernel_for == copy_kernel;
-    const CopyKernel kernel =
-        is_in_place ? magnitude_kernel(source.dtype) : kernel_for(source.dtype, target.dtype);
-    tasks.add(kernel, source, target, real_numel(slot, buffer));
+    const bool sums_squares = squares != nullptr;
+    const CopyKernel kernel = is_in_place ? magnitude_kernel(source.dtype, sums_squares)
+                                          : kernel_for(source.dtype, target.dtype, sums_squares);
+    add(i, kernel, source, target);
   }
-  return scaled_amax(run_copy_tasks(tasks, scale), scale);
+  std::vector<double> sq_norms(written.size());
+  const double amax = run_copy_tasks(tasks, scale, sq_norms);
+  for (const auto task : c10::irange(sq_norms.size())) squares[written[task]] += sq_norms[task];
+  return scaled_amax(amax, scale);
 }
 
 }  // namespace
 
-double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale, double* squares) {
   if (!buffer.is_cpu()) {
     foreach_pack_(buffer, layout, sources, scale);
     return kUnknown;
   }
-  return pack_leaves_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
+  return pack_leaves_(buffer, layout, sources, scale, squares, copy_kernel, /*zero_missing=*/true);
 }
 
 double pack_add_(
-    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale, double* squares) {
   if (!buffer.is_cpu()) {
     foreach_pack_add_(buffer, layout, sources, scale);
     return kUnknown;
   }
-  return pack_leaves_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
+  return pack_leaves_(buffer, layout, sources, scale, squares, add_kernel, /*zero_missing=*/false);
+}
+
+double* squares_of(const at::Tensor& squares, size_t leaves) {
+  TORCH_CHECK_VALUE(
+      squares.is_cpu() && squares.is_contiguous() && squares.dim() == 1 && squares.numel() == static_cast<int64_t>(leaves),
+      "squares must be a contiguous tensor of ", leaves, " elements on the CPU, got one of shape ", squares.sizes());
+  return squares.mutable_data_ptr<double>();
 }
 
 Stats scale_(const at::Tensor& buffer, double scale) {
@@ -211,6 +232,16 @@ auto pack_from_python(
   return kPack(buffer, layout, leaves, scale);
 }
 
+template <auto kPack>
+double measured_pack_from_python(
+    const at::Tensor& buffer, const Layout& layout, py::handle sources, double scale,
+    const std::optional<at::Tensor>& squares) {
+  const Leaves leaves = leaves_from(sources);
+  double* const written = squares ? squares_of(*squares, leaves.size()) : nullptr;
+  const py::gil_scoped_release no_gil;
+  return kPack(buffer, layout, leaves, scale, written);
+}
+
 std::pair<double, bool> unpack_from_python(
     py::handle outputs, const Layout& layout, const at::Tensor& buffer, double scale) {
   const Leaves leaves = leaves_from(outputs);
@@ -236,10 +267,10 @@ std::pair<double, bool> scale_from_python(const at::Tensor& buffer, double scale
 }  // namespace fddp
 
 void bind_pack(py::module_& m) {
-  m.def("pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_>),
-        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
-  m.def("pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_add_>),
-        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"));
+  m.def("pack_", torch::wrap_pybind_function(&fddp::measured_pack_from_python<fddp::pack_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"), py::arg("squares") = py::none());
+  m.def("pack_add_", torch::wrap_pybind_function(&fddp::measured_pack_from_python<fddp::pack_add_>),
+        py::arg("buffer"), py::arg("layout"), py::arg("sources"), py::arg("scale"), py::arg("squares") = py::none());
   m.def("scale_", torch::wrap_pybind_function(&fddp::scale_from_python), py::arg("buffer"), py::arg("scale"));
   m.def("unpack_", torch::wrap_pybind_function(&fddp::unpack_from_python),
         py::arg("outputs"), py::arg("layout"), py::arg("buffer"), py::arg("scale"));

@@ -19,11 +19,18 @@ namespace fddp {
 // Return the largest magnitude read times the magnitude of the scale. This bounds the written
 // values up to rounding. Infinity if a value that was read is not finite, else finite. NaN on other
 // devices than the CPU, as reading it would wait for the device.
-double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
+//
+// `squares`, unless null, receives the sum of squares of each slot that is written, of its elements
+// afterwards. Not on other devices than the CPU.
+double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale,
+             double* squares = nullptr);
 
 // buffer[slot] += cast(source * scale). The slot of a missing source stays unchanged.
-double pack_add_(
-    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
+double pack_add_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale,
+                 double* squares = nullptr);
+
+// Return the memory of a float64 tensor for `squares` of some leaves.
+double* squares_of(const at::Tensor& squares, size_t leaves);
 
 // buffer *= scale, with the stats of the result. A scale of one writes nothing.
 Stats scale_(const at::Tensor& buffer, double scale);
