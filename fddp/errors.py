@@ -197,7 +197,8 @@ class RankLostError(_FailedOperation):
     """A rank died or closed its connection during an operation.
 
     Attributes:
-        ranks: ranks known to be lost; empty if the backend does not report them.
+        ranks: ranks known to be lost; empty if the backend does not report them. After `rebuild`
+            they keep the numbers of the first group.
         bucket: index of the bucket of the failed operation; -1 for the control word and outside of
             steps.
         paths: paths of the bucket's leaves.

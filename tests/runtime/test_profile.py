@@ -119,8 +119,8 @@ def test_collectives_are_shown_beside_the_backward_pass_that_hides_them(
         assert pack.end <= collective.start <= collective.end <= unpack.start
         assert collective.dtypes == ["float"]
     (_, first, _), (_, second, _), (_, last, _) = buckets
-    for collective in (first, second):  # in which rank 1 takes part after the signal
-        assert collective.start <= signal.start <= signal.end <= collective.end
+    for collective in (first, second):  # in which rank 1 takes part once the signal has begun
+        assert collective.start <= signal.start <= collective.end
         assert collective.dims == [[NUMEL]]
     assert last.dims[0][0] > NUMEL  # with the control word
     # Of ranges in one row that overlap, a viewer would leave one out.

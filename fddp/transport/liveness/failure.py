@@ -164,7 +164,7 @@ def to_error(
         )
     return RankLostError(
         f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "
-        "start the job again from a checkpoint, or continue with a group of the remaining ranks",
+        "start the job again from a checkpoint, or go on with the ranks that are left: rebuild()",
         ranks,
     )
 
