@@ -85,8 +85,9 @@ def supervise(workers: int, steps: int, kills: dict[str, int]) -> dict[str, Any]
     while running:
         for process in [process for process in running if process.poll() is not None]:
             running.remove(process)
-            if process.returncode == -signal.SIGKILL and not store.check(["digest"]):
-                start()
+            if process.returncode == -signal.SIGKILL:
+                if not store.check(["digest"]):  # or the others have finished meanwhile
+                    start()
             elif process.returncode:
                 for other in running:
                     other.kill()
