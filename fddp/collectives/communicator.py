@@ -78,6 +78,9 @@ class Communicator:
         cap_bytes: `bucket_cap_mb` in bytes.
         calls: calls of operators, and their programs.
         recorder: flight recorder of the operators.
+        asks_stop: True once this rank has called `request_stop`.
+        stopping: True from the operator over all ranks on in which a rank has asked all ranks to
+            stop, alike on all ranks. In programs of JAX, read it once results have arrived.
 
     Raises:
         PlanMismatchError: ranks passed different axes or caps.
@@ -118,6 +121,8 @@ class Communicator:
         self.known: dict[str, dict[Any, Any]] = {}  # see `cached`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
+        self.asks_stop = False
+        self.stopping = False
         self._handshakes: dict[GroupPosition, int] = {}
         self._calls_since_handshake: dict[GroupPosition, int] = {}
         self._places: dict[tuple[str, ...], GroupPosition] = {}
@@ -200,6 +205,14 @@ class Communicator:
             dump_on_failure(error)
         else:
             self.transport.close()
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, by the next operator over all of them; see `stopping`.
+
+        Does not communicate, and may be called in a signal handler or another thread. As
+        `GradSync.request_stop`.
+        """
+        self.asks_stop = True
 
     def close(self) -> None:
         """Close connections and release memory. Idempotent."""

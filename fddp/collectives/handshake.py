@@ -4,11 +4,12 @@
 Backends react to mismatched sizes by hanging or by returning wrong numbers. So each operator starts
 with one small all-gather of four integers, of the same size for every operator: a fingerprint of
 operator, leaves and buckets; for derivatives, the number of the call that is differentiated; in
-graphs, the position of that call among the traced calls; and a flag that is set if this rank can't
-take part. All ranks read the same rows, so they come to the same decision. If rows differ, ranks
-exchange descriptions of their calls, and all of them raise: no data has moved, and the communicator
-stays usable. Numbers and positions are compared only between ranks that have one, because one rank
-may run a graph and another may run eagerly. The first bucket is packed during the all-gather.
+graphs, the position of that call among the traced calls; and flags, which are set if this rank
+can't take part, or asks all ranks to stop. All ranks read the same rows, so they come to the same
+decision. If rows differ in more than requests to stop, ranks exchange descriptions of their calls,
+and all of them raise: no data has moved, and the communicator stays usable. Numbers and positions
+are compared only between ranks that have one, because one rank may run a graph and another may run
+eagerly. The first bucket is packed during the all-gather.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from fddp.collectives.operator_program import GroupPosition
     from fddp.transport import Work
 
-_WORD = 4  # fingerprint, number, position, failure flag
+_WORD = 4  # fingerprint, number, position, flags
+_FAILED, _STOP = 1, 2  # flags: this rank can't take part; it asks all ranks to stop
 _LENGTH_BYTES = 8
 _MAX_BYTES = 2**31  # of one rank's description; more is treated as malformed
 
@@ -56,12 +58,15 @@ _REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int],
 
 def begin(call: Call, rows: Tensor, *, wait_soon: bool) -> Work:
     """Start the handshake of a call: the all-gather of four integers of each rank in `rows`."""
-    own = (_fingerprint(call), *_numbers(call), 0)
+    # Ranks that meet along some axes are not all, and could not stop together.
+    flags = _STOP if call.communicator.asks_stop and not call.program.place.axes else 0
+    own = (_fingerprint(call), *_numbers(call), flags)
     return _send_row(call.communicator, call.program.place, rows, own, wait_soon=wait_soon)
 
 
 def check(call: Call, rows: Tensor) -> None:
-    """Check that all ranks call the same operator, once the handshake is complete.
+    """Check that all ranks call the same operator, once the handshake is complete, and note a
+    request to stop.
 
     Raises:
         DesyncError: they call different ones. Raised on every rank of the group.
@@ -70,6 +75,10 @@ def check(call: Call, rows: Tensor) -> None:
     found = rows.tolist()
     if found != found[:_WORD] * call.program.place.size:
         _resolve_mismatch(call, found)
+    elif not found[_WORD - 1]:  # nor any other
+        return
+    if any(found[_WORD - 1 :: _WORD]):
+        call.communicator.stopping = True
 
 
 def abort_handshake(
@@ -87,7 +96,7 @@ def abort_handshake(
         try:
             with outside_tracing():
                 rows = rows_of(communicator, place)
-                _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
+                _send_row(communicator, place, rows, (0, -1, -1, _FAILED)).wait(what)
                 _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as failure:
             raise error from failure
@@ -142,9 +151,9 @@ def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
     """Decide about rows that differ, from data that is the same on all ranks; raise if needed."""
     place = call.program.place
     rows = [flat_rows[k : k + _WORD] for k in range(0, len(flat_rows), _WORD)]
-    fingerprints, numbers, positions, failed = (set(column) for column in zip(*rows, strict=True))
+    fingerprints, numbers, positions, flags = (set(column) for column in zip(*rows, strict=True))
     are_one_call = len(numbers - {-1}) < 2 and len(positions - {-1}) < 2
-    if len(fingerprints) == 1 and are_one_call and failed == {0}:
+    if len(fingerprints) == 1 and are_one_call and _FAILED not in flags:
         return
     mine = {
         "text": call.text,

@@ -45,7 +45,7 @@ def pmean(
         tree: arrays of floating or complex dtypes, traced or not, or values that `jnp.asarray`
             accepts; None stays None. Ranks must have the same paths, shapes and dtypes.
         group: as for `fddp.pmean`; the function closes over it. A `Communicator` must not be used
-            otherwise until the program has run.
+            otherwise until the program has run; its `stopping` is read after that.
         mesh: the axes of the ranks, as for `GradSync`.
         axis: one or more names of axes of the mesh. The mean is over ranks that differ only in
             these axes; None for all ranks.

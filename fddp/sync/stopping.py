@@ -36,8 +36,8 @@ class Stopping:
 
 
 class Stoppable(Protocol):
-    """Object that takes steps and can be asked to stop: `GradSync`, `DistributedDataParallel` and
-    `periodic.PeriodicSync`."""
+    """Object that takes steps and can be asked to stop: `GradSync`, `DistributedDataParallel`,
+    `periodic.PeriodicSync`, and `Communicator`, also in programs of JAX."""
 
     @property
     def stopping(self) -> bool: ...

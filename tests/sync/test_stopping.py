@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp import periodic
+from fddp.transport import Transport
 from tests.support.ranks import RankPool
 
 MOST_STEPS = 6
@@ -133,11 +132,26 @@ def steps_over_uneven_inputs(group: Any, requests: list[Request], report: Any) -
     return None
 
 
+def steps_of_operators(group: Any, requests: list[Request], report: Any) -> int | None:
+    with fddp.Communicator(group) as ranks:
+        loop = Loop(ranks, group.rank, requests)
+
+        def take_step() -> None:
+            loop.reach("loss function")
+            fddp.pmean(PARAMS, ranks)
+            loop.reach("backward")
+            fddp.psum(torch.ones(2), ranks)
+
+        return loop.run(take_step)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     REQUESTS,
-    st.sampled_from([steps_of_a_function, steps_of_a_module, steps_over_uneven_inputs]),
+    st.sampled_from(
+        [steps_of_a_function, steps_of_a_module, steps_over_uneven_inputs, steps_of_operators]
+    ),
     st.sampled_from(["now", "next"]),
 )
 def test_all_ranks_stop_after_the_same_step(
@@ -176,6 +190,53 @@ def test_the_info_of_a_step_says_so() -> None:
     assert fddp.loopback(2, run) == [[False, True, True]] * 2
 
 
+def test_operators_along_an_axis_do_not_stop_a_part_of_the_ranks() -> None:
+    def run(group: Any) -> list[bool]:
+        with fddp.Communicator(group, mesh=fddp.Topology(rows=2, columns=2)) as ranks:
+            if group.rank == 3:
+                ranks.request_stop()
+            seen = []
+            for axis in ("rows", "columns", None):
+                fddp.pmean(PARAMS, ranks, axis=axis)
+                seen.append(ranks.stopping)
+        return seen
+
+    assert fddp.loopback(4, run) == [[False, False, True]] * 4
+
+
+def test_operators_of_one_rank_stop() -> None:
+    def run(group: Any) -> bool:
+        with fddp.Communicator(group) as ranks:
+            ranks.request_stop()
+            assert not ranks.stopping
+            fddp.pmean(PARAMS, ranks)
+            return ranks.stopping
+
+    assert fddp.loopback(1, run) == [True]
+
+
+def test_a_request_takes_no_further_collective_of_operators() -> None:
+    """In steps it is an element of the control word."""
+    gathers, gather = [0, 0], Transport.all_gather_in_place
+
+    def counted(self: Transport, *args: Any, **options: Any) -> Any:
+        gathers[self.rank] += 1
+        return gather(self, *args, **options)
+
+    def run(group: Any) -> bool:
+        with fddp.Communicator(group) as ranks:
+            gathers[group.rank] = 0
+            for number in range(3):
+                if number == 1 and group.rank == 1:
+                    ranks.request_stop()
+                fddp.pmean(PARAMS, ranks)
+            return ranks.stopping
+
+    with mock.patch.object(Transport, "all_gather_in_place", counted):
+        assert fddp.loopback(2, run) == [True, True]
+    assert gathers == [3, 3]
+
+
 def test_a_deferred_report_is_read_by_the_next_call() -> None:
     def run(group: Any) -> list[bool]:
         with fddp.GradSync(PARAMS, group=group, report="next") as sync:
@@ -209,39 +270,7 @@ def test_a_request_outlives_a_failed_step_and_a_rebuild() -> None:
     assert fddp.loopback(2, run) == [True, True]
 
 
-# Signals, in processes
-
-
-def signalled(rank: int, world_size: int, seed: int, folder: str) -> list[int]:
-    """Steps after which loops end that get signals at any time, on one, some or all ranks. The
-    checkpoints that they save can be loaded, and are of the same step."""
-    draw, ended = random.Random(seed), []
-    for number in range(6):
-        asked = draw.sample(range(world_size), draw.randint(1, world_size))
-        delays_s = [draw.uniform(0.0, 0.03) for _ in range(world_size)]
-        params = {"w": torch.ones(1000)}
-        with fddp.GradSync(params) as sync, fddp.stop_on_signal(sync):
-            timer = threading.Timer(delays_s[rank], os.kill, (os.getpid(), signal.SIGTERM))
-            if rank in asked:
-                timer.start()
-            step = sync.value_and_grad(lambda p: p["w"].square().sum())
-            count = 0
-            while not sync.stopping:
-                count += 1
-                params = fddp.tree_map(lambda p, g: p - 1e-6 * g, params, step(params)[1])
-            if rank in asked:
-                timer.join()
-            path = Path(folder, f"{number}-{rank}.pt")
-            torch.save({"step": count, **params}, path)
-            saved = torch.load(path)
-            assert torch.equal(saved["w"], params["w"])
-            ended.append(saved["step"])
-    return ended
-
-
-def test_signals_stop_all_ranks_after_the_same_step(ranks: RankPool, tmp_path: Path) -> None:
-    first, *others = ranks.run(3, signalled, 0, str(tmp_path))
-    assert all(steps == first for steps in others)
+# Handlers, in processes; tests/faults/test_signals.py has generated signals
 
 
 def handlers(rank: int, world_size: int) -> list[Any]:
