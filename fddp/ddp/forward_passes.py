@@ -173,6 +173,7 @@ class ForwardPasses:
         if current_graph_task_id() >= 0:
             return  # a checkpoint runs forward again, and ranks may be at different points
         self._steps.engine.check_usable()
+        self._steps.engine.check_complete()
         transport, src = self._steps.engine.transport, 0
         if ddp._join_config.enable:
             src = last_rank(transport, mine=has_input) or 0

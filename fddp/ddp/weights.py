@@ -88,7 +88,9 @@ class Weights:
         return self._own is not None
 
     def follow(self, parameters: HookedParameters) -> None:
-        """Weigh the gradients of these parameters from now on."""
+        """Weigh the gradients of these parameters from now on, and of no others."""
+        if (before := self._parameters()) is not None:
+            before.hooks.weigh(1.0, None)
         self._parameters = weakref.ref(parameters)
         if self._own is not None:
             parameters.hooks.weigh(self._own, self._on_first)

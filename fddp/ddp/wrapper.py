@@ -936,10 +936,12 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
         hook = self._steps.engine.hook if self._steps.is_open else None
+        weights = self._steps.weights  # of a block that may be open
         self._steps.close()
         if self._delayed is not None:
             self._delayed.close()
         self.process_group = new_process_group
         self._connect()
+        self._steps.weights = weights
         if hook is not None and self.steps.engine.hook is None:
             self.steps.engine.set_hook(hook)

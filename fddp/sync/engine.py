@@ -385,7 +385,8 @@ class Engine:
             idle=idle,
             nonfinite=nonfinite,
             record_time=with_stats,
-            has_next=not self.leaves if turn is None else turn.has_next,
+            # A step within another one is not the last.
+            has_next=not self.leaves or bool(self._running) if turn is None else turn.has_next,
             asks_stop=self.stopping.asked,
             hook_states=self.hook_states or (),
             is_captured=is_captured,
@@ -449,7 +450,8 @@ class Engine:
                 finally:
                     self._note_failed(step)
             outcome = outcome._replace(report=step.report)
-        if self.leaves and not is_nested:
+        # `leave` may have been called during the step, and rounds of a loop end together.
+        if self.leaves and not step.has_next and self.round is None:
             self.close(f"this rank has left after step {step.number}")
         return outcome
 
@@ -476,9 +478,11 @@ class Engine:
         self.leaves = True
 
     def check_complete(self) -> None:
-        """Raise if another rank has left after the last step."""
+        """Raise if another rank has left after the last step; `ClosedError` on a rank that has."""
         if not self.is_incomplete:
             return
+        if self.leaves:
+            self.check_usable()
         ranks = self.transport.ranks_leaving()
         raise RankLostError(
             f"step {self.step} on rank {self.transport.rank} of {self.transport.world_size}: "

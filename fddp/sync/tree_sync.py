@@ -82,7 +82,8 @@ class TreeSync:
 
         The next step is as any other. This instance is then closed on this rank, and the next step
         of the others raises `RankLostError` before it begins: they go on by `rebuild`, as after a
-        loss, but no step has failed and nothing has to be computed again.
+        loss, but no step has failed and nothing has to be computed again. A step that has begun, or
+        is within a loop of `fddp.uneven`, is not the last one.
 
         Raises:
             ClosedError: this instance is closed.

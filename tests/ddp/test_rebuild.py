@@ -126,3 +126,43 @@ def test_it_is_refused_in_backward() -> None:
 
     for seen in fddp.loopback(2, run):
         assert "rebuild was called while backward of a step runs" in seen.text
+
+
+def test_the_weight_of_a_block_is_kept() -> None:
+    def run(group: Any) -> Any:
+        model = Linear(1, 1, bias=False)
+        ddp = fddp.DistributedDataParallel(model, process_group=group)
+        batch = torch.full((1 + 2 * group.rank, 1), 1.0 + group.rank)
+        ddp(batch).mean().backward()
+        means = []
+        for _ in range(2):
+            with ddp.weighted(len(batch)):
+                ddp.rebuild()
+                model.weight.grad = None
+                ddp(batch).mean().backward()
+            assert model.weight.grad is not None
+            means.append(model.weight.grad.item())
+        return means
+
+    assert fddp.loopback(2, run) == [[1.75, 1.75]] * 2  # (1 + 2 + 2 + 2) / 4
+
+
+def leave_with_buffers(rank: int, world_size: int) -> Any:
+    """Rank 1 has left. Forward passes would wait for its buffers, also those of an evaluation."""
+    ddp = fddp.DistributedDataParallel(torch.nn.Sequential(Linear(3, 2), torch.nn.BatchNorm1d(2)))
+    if rank == 1:
+        ddp.leave()
+    ddp(torch.ones(4, 3)).sum().backward()
+    texts = []
+    for is_training in (False, True):
+        with torch.set_grad_enabled(is_training), pytest.raises(fddp.FddpError) as caught:
+            ddp(torch.ones(4, 3))
+        texts.append(f"{caught.type.__name__} {caught.value}")
+    return texts
+
+
+def test_forward_passes_after_a_leave() -> None:
+    other, left = run_fresh(2, leave_with_buffers)
+    assert (other.error, left.error) == (None, None)
+    assert all("left after the last step, as announced" in text for text in other.result)
+    assert all("ClosedError" in text and "this rank has left" in text for text in left.result)

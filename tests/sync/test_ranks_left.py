@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.transport.c10d import ranks_left
+from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.liveness import failure_detector
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.polling import LONG_S, PROMPT_S
@@ -265,3 +266,51 @@ def never_leave(rank: int, world_size: int) -> Any:
         _, grads = step(params, sync.virtual_batches(inputs))
         params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
     return params
+
+
+def leave_within(rank: int, world_size: int, call: str) -> Any:
+    """Rank 1 leaves in the loss function of its first step, whose loss takes steps as well, or
+    before a loop over uneven inputs."""
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S)
+
+    def loss(p: Any, x: Any) -> Any:
+        if call == "in the loss" and rank == 1 and not results:
+            sync.leave()
+        sync(mlp())
+        sync(mlp())
+        return mlp_loss(p, x)
+
+    step = sync.value_and_grad(loss)
+    results: list[str] = []
+    if call == "before a loop":
+        if rank == 1:
+            sync.leave()
+        for x in fddp.uneven([batch(rank, number) for number in range(2)], sync):
+            sync.value_and_grad(mlp_loss)(mlp(), x)
+    for number in range(3):
+        try:
+            step(mlp(), batch(rank, number))
+            results.append("taken")
+        except (fddp.RankLostError, fddp.ClosedError) as error:
+            announced = "as announced" in str(error)
+            results.append(f"{type(error).__name__} {announced}")
+    return results
+
+
+@pytest.mark.parametrize("call", ["in the loss", "before a loop"])
+def test_the_last_step_is_a_whole_one_after_the_call(call: str) -> None:
+    taken = ["taken"] * (2 if call == "in the loss" else 1)
+    for outcome, error in zip(
+        run_fresh(2, leave_within, call), ("RankLostError True", "ClosedError False"), strict=True
+    ):
+        assert outcome.error is None, outcome.error
+        assert outcome.result == (taken + [error] * 3)[:3]
+
+
+def test_a_silent_rank_of_this_host_that_lives_is_not_lost() -> None:
+    membership, detector = mock.Mock(), mock.Mock(grace_s=0.0)
+    membership.reports.return_value = {}
+    detector.ended.return_value = ()
+    detector.living.return_value = {1}
+    detector.unresponsive.return_value = (1, 2), ()
+    assert PeerMonitor(membership, detector, mock.Mock()).find_lost(0.0, (1, 2)) == {2}

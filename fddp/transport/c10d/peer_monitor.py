@@ -111,7 +111,8 @@ class PeerMonitor:
             if time.perf_counter() - begin_s > detector.grace_s:
                 lost |= dead
                 silent = set(among) - lost - reports.keys()
-                lost |= set(detector.unresponsive(tuple(sorted(silent)))[0])
+                unanswered = set(detector.unresponsive(tuple(sorted(silent)))[0])
+                lost |= unanswered - detector.living()  # who is stopped may come back
         return lost & set(among)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
