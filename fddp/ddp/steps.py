@@ -220,6 +220,10 @@ class Steps:
                 self.engine.transport.enter_step(self.engine.step)
         return self
 
+    def continue_with(self, weights: Weights) -> None:
+        """Take over the weights of earlier steps, whose block may be open."""
+        self.weights = weights
+
     def watch_unopened(self) -> None:
         """Report local gradients also before `open`. Does not communicate."""
         if not self._reports.is_on:

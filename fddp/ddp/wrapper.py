@@ -942,6 +942,6 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             self._delayed.close()
         self.process_group = new_process_group
         self._connect()
-        self._steps.weights = weights
+        self._steps.continue_with(weights)
         if hook is not None and self.steps.engine.hook is None:
             self.steps.engine.set_hook(hook)

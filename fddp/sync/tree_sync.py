@@ -82,8 +82,9 @@ class TreeSync:
 
         The next step is as any other. This instance is then closed on this rank, and the next step
         of the others raises `RankLostError` before it begins: they go on by `rebuild`, as after a
-        loss, but no step has failed and nothing has to be computed again. A step that has begun, or
-        is within a loop of `fddp.uneven`, is not the last one.
+        loss, but no step has failed and nothing has to be computed again. They do not wait for this
+        rank in `rebuild` of any `GradSync` on the group. A step that has begun, or is within a loop
+        of `fddp.uneven`, is not the last one.
 
         Raises:
             ClosedError: this instance is closed.

@@ -43,7 +43,9 @@ def new_named_group(
 
     `new_group` derives its name, under which ranks meet in the store, from the number of groups
     that a rank has made, which differs between ranks after a failure. The new group has a
-    connection of its own to the store: gloo occupies it while it waits for a key.
+    connection of its own to the store: gloo occupies it while it waits for a key. It is not split
+    from the default group, as on NCCL if that is bound to a device: lost ranks would have to take
+    part.
 
     Args:
         like: group whose backends the new one has.
@@ -52,24 +54,27 @@ def new_named_group(
         timeout: time limit of its operations.
     """
     whole, make = dist.group.WORLD, cast("Any", distributed_c10d._new_process_group_helper)
-    group, _ = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(dist.get_backend_config(like)),
-        process_groups()[whole][1].clone(),
-        name,
-        timeout=timeout,
-        group_desc=name,
-    )
+    bound: Any = whole
+    device = bound.bound_device_id
+    if device is not None:
+        bound.bound_device_id = None
+    try:
+        group, _ = make(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(dist.get_backend_config(like)),
+            process_groups()[whole][1].clone(),
+            name,
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        if device is not None:
+            bound.bound_device_id = device
     made: dist.ProcessGroup = group
     distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
     return made
-
-
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time limit of the operations of a group."""
-    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def gloo_options() -> Any:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from fddp.errors import FddpError, RankLostError, error_text
 from fddp.transport.c10d.rendezvous import call_with_checks
+from fddp.transport.group_backend import backend_of
 from fddp.transport.liveness.bounded_store import BoundedStore, client_of
 from fddp.transport.liveness.interrupts import from_user_code
 from fddp.transport.liveness.survivors import agree_on_left
-from fddp.transport.torch_private import name_of, new_named_group, set_group_timeout, store_of
+from fddp.transport.torch_private import name_of, new_named_group, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -41,6 +42,10 @@ class FirstGroup(NamedTuple):
     numbers: tuple[int, ...]
 
 
+_SILENT = (
+    "the group's store does not answer, so the rank or agent that hosts it is stopped or gone: "
+    "resume it"
+)
 _firsts: weakref.WeakKeyDictionary[Any, FirstGroup] = weakref.WeakKeyDictionary()
 
 
@@ -83,7 +88,7 @@ def group_left(
         return {*(first.numbers[rank] for rank in found), *_leaving(store, numbers)}
 
     store = _store(group, first)
-    with _as_lost(f"rank {own} asked which ranks are left, and the group's store did not answer"):
+    with _as_lost(f"rank {own} asked which ranks are left, and {_SILENT}"):
         left, attempt = agree_on_left(store, own, first.numbers, lost, timeout_s)
     if len(left) == len(first.members):
         return group
@@ -99,11 +104,14 @@ def group_left(
 
     ranks = [first.members[number] for number in left]
     name, limit = f"{first.name}, left by {attempt}", timedelta(seconds=timeout_s)
-    with _as_lost(f"rank {own} could not make a group of ranks {', '.join(map(str, left))}"):
+    with _as_lost(
+        f"rank {own} could not make a group of ranks {', '.join(map(str, left))}; call again"
+    ):
         # gloo waits for its ranks until its time limit, whatever happens to them.
         make = partial(new_named_group, group, ranks, name, limit)
         made: dist.ProcessGroup = call_with_checks(make, timeout_s, check)
-    set_group_timeout(made, timedelta(seconds=group_timeout_s))
+    for device in made._device_types:
+        backend_of(made, device).set_timeout(timedelta(seconds=group_timeout_s))
     _firsts[made] = first._replace(numbers=left)
     return made
 
@@ -112,14 +120,14 @@ def announce_leave(group: dist.ProcessGroup) -> None:
     """Note in the store that this rank will not be among those that are left of a group."""
     first = first_of(group)
     own = first.numbers[dist.get_rank(group)]
-    with _as_lost(f"rank {own} leaves, and the group's store did not answer"):
+    with _as_lost(f"rank {own} leaves, and {_SILENT}"):
         _store(group, first).set(f"leaving/{own}", "")
 
 
 def ranks_leaving(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the numbers of the ranks of a group that have announced their leave."""
     first = first_of(group)
-    with _as_lost("a rank has left, and the group's store did not answer"):
+    with _as_lost(f"a rank has left, and {_SILENT}"):
         return _leaving(_store(group, first), first.numbers)
 
 
@@ -140,5 +148,5 @@ def _as_lost(what: str) -> Iterator[None]:
         if isinstance(error, FddpError) or from_user_code(error):
             raise
         raise RankLostError(
-            f"{what} ({error_text(error)}); call again, or start the job again from a checkpoint"
+            f"{what}, or start the job again from a checkpoint ({error_text(error)})"
         ) from error

@@ -35,6 +35,7 @@ class Crew:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # with the ranks that it forks
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
@@ -48,7 +49,7 @@ class Crew:
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 
