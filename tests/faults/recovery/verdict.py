@@ -24,8 +24,8 @@ def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> li
     Args:
         scenario: the scenario.
         run: what was seen.
-        undisturbed: digests of a run without losses, by number of steps, if this one must have the
-            same bits.
+        undisturbed: digests of a run without losses, by number of steps from 1, if this one must
+            have the same bits.
     """
     found: list[str] = []
     digests: dict[int, dict[str, int]] = {}  # first rank with each, by number of steps
@@ -61,7 +61,7 @@ def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> li
     for number, held in digests.items():
         if len(held) > 1:
             found.append(f"states of step {number} differ between ranks {[*held.values()]}")
-        if undisturbed and {*held} != {undisturbed[number]}:
+        if number in undisturbed and {*held} != {undisturbed[number]}:
             found.append(f"step {number} has other bits than without losses")
     for number, of in sizes.items():
         if len(of) > 1:
