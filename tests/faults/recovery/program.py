@@ -91,9 +91,13 @@ def _train(scenario: Scenario, losses: dict[int, Loss], log: Log) -> None:
     step = sync.value_and_grad(mlp_loss)
     params, momenta, number = mlp(), fddp.tree_map(torch.zeros_like, mlp()), 0
     leaves = False
-    while number < STEPS:
+    while True:
         leaves |= _meet(losses.pop(number, None), sync.leave)
         try:
+            if number == STEPS:
+                # A rank that ends has the last state alone, if the others' last step fails.
+                fddp.check_replicas(params, sync.group)
+                break
             data: Any = batch(sync.rank, number)
             if virtual:
                 data = sync.virtual_batches([batch(v, number) for v in sync.carried_ranks])
@@ -146,9 +150,13 @@ def _train_module(scenario: Scenario, losses: dict[int, Loss], log: Log) -> None
         moments = [value for state in optimizer.state.values() for value in state.values()]
         return digest([*model.parameters()], moments)  # buffers are each rank's own until forward
 
-    while count.number < STEPS:
+    while True:
         leaves |= _meet(losses.pop(count.number, None), ddp.leave)
         try:
+            if count.number == STEPS:
+                params = dict(model.named_parameters())
+                fddp.check_replicas(params, ddp.process_group)
+                break
             optimizer.zero_grad()
             ddp(batch(ddp.process_group.rank(), count.number)).square().mean().backward()
         except fddp.RankLostError:
