@@ -92,8 +92,7 @@ class Joiner:
     def _votes(self, own: int) -> list[int]:
         self.steps.engine.check_usable()
         self.steps.note("voted")
-        received = self.steps.engine.transport.exchange(bytes([own]), "inputs in join()")
-        return [int.from_bytes(vote[:1], "big") for vote in received]
+        return _exchanged(self.steps.engine.transport, own, "inputs in join()")
 
     def some_sync(self, config: JoinConfig, *, mine: bool) -> bool:
         """Return True if the backward pass of any rank will synchronise gradients.
@@ -101,9 +100,8 @@ class Joiner:
         A collective call, unless the count of ranks with input included it.
         """
         if not isinstance(config, CountedHere):
-            own = bytes([self._pass_flags(mine)])
-            received = self.steps.engine.transport.exchange(own, "votes")
-            self._note_passes([int.from_bytes(vote[:1], "big") for vote in received])
+            flags = self._pass_flags(mine)
+            self._note_passes(_exchanged(self.steps.engine.transport, flags, "votes"))
         return self._some_sync
 
     def _pass_flags(self, syncs: bool) -> int:
@@ -133,6 +131,12 @@ def last_rank(transport: Transport, *, mine: bool) -> int | None:
     """Return the last rank that votes for it, or None. A collective call."""
     votes = transport.exchange(bytes([mine]), "votes")
     return max((rank for rank, vote in enumerate(votes) if vote != b"\0"), default=None)
+
+
+def _exchanged(transport: Transport, flags: int, topic: str) -> list[int]:
+    """Return the flags of all ranks."""
+    received = transport.exchange(bytes([flags]), topic)
+    return [int.from_bytes(vote[:1], "big") for vote in received]
 
 
 def _left_error(steps: Steps, left: tuple[int, ...]) -> RankLostError:

@@ -823,8 +823,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             self._steps.close()
             self._steps, self.process_group = before, group
             raise
-        if before.stopping.asked or before.stopping.agreed:
-            self._steps.stopping.ask()
+        self._steps.stopping.take_over(before.stopping)
 
     @property
     def plan(self) -> BucketPlan:

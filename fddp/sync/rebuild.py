@@ -26,7 +26,6 @@ from fddp.hooks.hook import Hook
 from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
-from fddp.sync.stopping import Stopping
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -222,9 +221,8 @@ def _opened(spec: RebuildSpec, finished: int | None) -> tuple[Engine, Any]:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     engine.continue_from(newest.step, newest.finished)
     if spec.old is not None:
-        engine.arrivals, before = spec.old.arrivals, spec.old.stopping
-        # Ranks that were lost may have taken the agreement with them.
-        engine.stopping = Stopping(asked=before.asked or before.agreed)
+        engine.arrivals = spec.old.arrivals
+        engine.stopping.take_over(spec.old.stopping)
     if spec.state is ABSENT:
         return engine, None
     try:

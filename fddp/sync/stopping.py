@@ -34,6 +34,11 @@ class Stopping:
         """Note that the report of a step had a request."""
         self.agreed = True
 
+    def take_over(self, earlier: Stopping) -> None:
+        """Go on asking what was asked before ranks were lost, which may have taken the agreement
+        with them."""
+        self.asked = self.asked or earlier.asked or earlier.agreed
+
 
 class Stoppable(Protocol):
     """Object that takes steps and can be asked to stop: `GradSync`, `DistributedDataParallel`,

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fddp
+from tests.support.backward_calls import call_in_backward
 from tests.support.ranks import RankPool, run_fresh
 from tests.support.wrapped_net import DDP, TINY_CAP_MB, batch, net
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fddp.transport.loopback import LoopbackGroup
 
 SMALL: Any = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-3}  # a bucket for each leaf
@@ -61,33 +60,24 @@ def ranges_of(profile: Any, path: Path) -> list[Range]:
     ]
 
 
-class Signal(torch.autograd.Function):
-    """The identity. Its backward lets the other rank go on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, signal: Callable[[], None]) -> Tensor:
-        ctx.signal = signal
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        with torch.profiler.record_function("signal"):
-            ctx.signal()
-        return grad, None
-
-
 def overlapping_steps(rank: int, world_size: int, folder: str, transport: Any) -> list[Range]:
     """Ranges of a step in which rank 1 sends nothing before a point in rank 0's backward pass."""
     store = dist.distributed_c10d._get_default_store()
     params = {name: torch.ones(NUMEL) for name in ("first", "second", "third")}
     number = 0
 
+    def signal() -> None:
+        """Let the other rank go on."""
+        with torch.profiler.record_function("signal"):
+            if rank == 0:
+                store.set(f"signal of step {number}", "")
+
     def loss_fn(params: dict[str, Tensor]) -> Tensor:
         key = f"signal of step {number}"
         if rank == 1:
             store.wait([key], timedelta(seconds=60))
-        x = Signal.apply(params["first"] * 2, lambda: store.set(key, "") if rank == 0 else None)
-        return (x * params["second"] * params["third"]).sum()  # type: ignore[no-any-return]
+        x = call_in_backward(params["first"] * 2, signal)
+        return (x * params["second"] * params["third"]).sum()
 
     with fddp.GradSync(params, transport=transport, **SMALL) as sync:
         step = sync.value_and_grad(loss_fn)

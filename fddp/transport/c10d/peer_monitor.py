@@ -104,15 +104,14 @@ class PeerMonitor:
         """
         detector, lost = self._detector, set(self._detector.ended())
         with ignore_backend_errors():
-            reports = self._membership.reports(0.0)
-            dead = {r for one in reports.values() if one.verdict == "dead" for r in one.ranks}
-            closed = {r for r in dead if r in reports and r in reports[r].ranks}
-            lost |= dead - closed - detector.living()
+            reports, living = self._membership.reports(0.0), detector.living()
+            dead = _dead(reports)
+            lost |= dead - _closed(dead, reports) - living
             if time.perf_counter() - begin_s > detector.grace_s:
                 lost |= dead
                 silent = set(among) - lost - reports.keys()
                 unanswered = set(detector.unresponsive(tuple(sorted(silent)))[0])
-                lost |= unanswered - detector.living()  # who is stopped may come back
+                lost |= unanswered - living  # who is stopped may come back
         return lost & set(among)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
@@ -164,11 +163,10 @@ class PeerMonitor:
         if failed:
             return Failure(text, late=False, silent=(), failed=failed)
         awaited = {r for one in reports.values() if one.verdict != "notified" for r in one.ranks}
-        dead = {r for one in reports.values() if one.verdict == "dead" for r in one.ranks}
-        dead |= set(gone)
+        dead = _dead(reports) | set(gone)
         timed_out = tuple(rank for rank in sorted(reports) if reports[rank].verdict == "timeout")
         silent = tuple(sorted(dead or awaited - reports.keys()))
-        if dead and all(rank in reports and rank in reports[rank].ranks for rank in dead):
+        if dead and dead == _closed(dead, reports):
             text = CLOSED  # each of them has reported its own end
         if not dead and not timed_out:
             lost, closed = detector.unresponsive(silent)
@@ -217,6 +215,16 @@ class PeerMonitor:
             silent = not_responding(reports, answers, self._status.key)
             return failure._replace(silent=silent or failure.silent)
         return failure
+
+
+def _dead(reports: Mapping[int, Report]) -> set[int]:
+    """Return the ranks that some rank has reported dead."""
+    return {rank for one in reports.values() if one.verdict == "dead" for rank in one.ranks}
+
+
+def _closed(dead: Collection[int], reports: Mapping[int, Report]) -> set[int]:
+    """Return those of dead ranks that have reported their own end."""
+    return {rank for rank in dead if rank in reports and rank in reports[rank].ranks}
 
 
 def _is_late(text: str) -> bool:

@@ -395,11 +395,7 @@ class C10dTransport(Transport):
             lost: returns ranks that left the process group.
         """
         if backends:
-            group = self._group()
-            if group is None:
-                raise ClosedError(
-                    f"the process group of rank {self.rank} is gone; open a new transport"
-                )
+            group = self._existing_group()
             what = f"opening a communicator of {counted(len(ranks), 'rank')}"
             check_peers = partial(
                 self._peers.check_connecting, what, self._peers.begin_wait(), lost
@@ -507,15 +503,17 @@ class C10dTransport(Transport):
         )
 
     def announce_leave(self) -> None:
-        announce_leave(self._existing_group("leaving"))
+        announce_leave(self._existing_group())
 
     def ranks_leaving(self) -> tuple[int, ...]:
-        return ranks_leaving(self._existing_group("asking who leaves"))
+        return ranks_leaving(self._existing_group())
 
-    def _existing_group(self, what: str) -> dist.ProcessGroup:
+    def _existing_group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise ClosedError(f"{what}: the process group of rank {self.rank} is gone")
+            raise ClosedError(
+                f"the process group of rank {self.rank} is gone; open a new transport"
+            )
         return group
 
     def _release(self) -> None:
