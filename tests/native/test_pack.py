@@ -69,9 +69,11 @@ def test_sums_of_squares_agree(case: Case) -> None:
     before, expected = case.buffer.clone(), pack_reference.sum_squares(case.buffer, case.layout)
     assert_same_squares(pack.sum_squares(case.buffer, case.layout), expected)
     assert_same_bits(case.buffer, before)
-    if case.layout.offsets and expected.isfinite().all():
-        # A norm of torch is one of float32 for narrower dtypes.
-        assert_same_squares(pack_foreach.sum_squares(case.buffer, case.layout), expected, 1e-5)
+    # For narrower dtypes, a norm of torch is one of float32, and so may be the squares of numbers.
+    float32 = torch.finfo(torch.float32)
+    if case.layout.offsets and bool((expected.sqrt() < float32.max / 2).all()):
+        found = pack_foreach.sum_squares(case.buffer, case.layout)
+        assert_same_squares(found, expected, 1e-5, case.layout.numel * float32.tiny)
 
 
 @pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
