@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,9 +145,9 @@ class Engine:
         self.hook_states: tuple[Any, ...] | None = None
         # Requests to stop, which an engine that replaces this one takes over.
         self.stopping = Stopping()
-        # True once this rank has said that its next step is the last. True once another has taken
-        # its last step, so that none can follow on this group.
-        self.leaves = self.is_incomplete = False
+        # "own" once this rank has said that its next step is the last; "another's" once another has
+        # taken its last step, so that none can follow on this group.
+        self.departure: Literal["none", "own", "another's"] = "none"
         # Round of the loop over uneven inputs, while one runs.
         self.round: Round | None = None
         # Reason for which no further step may start; "" while the engine is open. Owner of the
@@ -352,7 +352,7 @@ class Engine:
             self.check()
         if self.transport.closed_by or self.closed_by:
             self.check_usable()
-        if self.is_incomplete:
+        if self.departure == "another's":
             self.check_complete()
         if self.in_backward:
             raise ReentryError(
@@ -386,7 +386,9 @@ class Engine:
             nonfinite=nonfinite,
             record_time=with_stats,
             # A step within another one is not the last.
-            has_next=not self.leaves or bool(self._running) if turn is None else turn.has_next,
+            has_next=self.departure != "own" or bool(self._running)
+            if turn is None
+            else turn.has_next,
             asks_stop=self.stopping.asked,
             hook_states=self.hook_states or (),
             is_captured=is_captured,
@@ -451,7 +453,7 @@ class Engine:
                     self._note_failed(step)
             outcome = outcome._replace(report=step.report)
         # `leave` may have been called during the step, and rounds of a loop end together.
-        if self.leaves and not step.has_next and self.round is None:
+        if self.departure == "own" and not step.has_next and self.round is None:
             self.close(f"this rank has left after step {step.number}")
         return outcome
 
@@ -475,14 +477,14 @@ class Engine:
                 "end the loops of all ranks by request_stop()"
             )
         self.transport.announce_leave()
-        self.leaves = True
+        self.departure = "own"
 
     def check_complete(self) -> None:
-        """Raise if another rank has left after the last step; `ClosedError` on a rank that has."""
-        if not self.is_incomplete:
-            return
-        if self.leaves:
+        """Raise if another rank has left after the last step, or `ClosedError` if this one has."""
+        if self.departure == "own":
             self.check_usable()
+        if self.departure != "another's":
+            return
         ranks = self.transport.ranks_leaving()
         raise RankLostError(
             f"step {self.step} on rank {self.transport.rank} of {self.transport.world_size}: "
@@ -523,8 +525,8 @@ class Engine:
             self.stopping.agree()
         if self.round is not None:
             self.round.note(report, program.schedule)
-        elif report.has_next < self._summands:
-            self.is_incomplete = True
+        elif report.has_next < self._summands and self.departure == "none":
+            self.departure = "another's"
         if report.order and self.program.control.with_order:
             order = [program.plan.reduced[slot] for slot in report.order]
             self.set_plan(self.terms.rebuilt(program.plan, order))

@@ -150,7 +150,7 @@ def rebuild_engine(old: Engine, span: GroupAndTopology, state: Any) -> tuple[Eng
         Exception: as for `Engine`.
     """
     check_between_steps(old)
-    if old.leaves and old.is_closed:
+    if old.departure == "own" and old.is_closed:
         raise ClosedError(
             f"rebuild was called on a rank that has left: {old.closed_by}; the others go on "
             f"without it"
