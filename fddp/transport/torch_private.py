@@ -77,6 +77,21 @@ def new_named_group(
     return made
 
 
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group of this process, which is no collective call.
+
+    torch looks up the group by the name that the group itself knows, and raises after it has
+    destroyed one of a class written in Python, which knows none.
+    """
+    name = distributed_c10d._world.pg_names.get(group)
+    try:
+        dist.destroy_process_group(group)
+    except RuntimeError:
+        if name is None or group in process_groups():
+            raise
+        distributed_c10d._unregister_process_group(name)
+
+
 def gloo_options() -> Any:
     """Return options of a gloo backend, which torch exports under this name."""
     gloo: Any = dist.ProcessGroupGloo

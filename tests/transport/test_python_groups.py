@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch.distributed as dist
 
 import fddp
 from fddp.transport import open_transport
+from fddp.transport.torch_private import name_of, process_groups
+from tests.support.polling import soon
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -96,15 +100,25 @@ def test_an_unregistered_group_of_several_ranks_is_refused() -> None:
 
 
 def registered_on_rank(rank: int, world_size: int) -> None:
+    errors: list[Any] = []  # of threads that free communicators
+    threading.excepthook = sys.excepthook = lambda *args: errors.append(args)
     dist.Backend.register_backend("counted", Counted, devices=["cpu"])
     group = dist.new_group(backend="counted")
     assert _gradient(group, rank + 1.0).tolist() == [[1.5, 1.5]]
     mean = fddp.pmean(torch.tensor([float(rank)]), group)
     assert mean.item() == 0.5
+    before = {*process_groups()}
     with open_transport(group, "c10d") as transport:  # the others share memory
         total = torch.tensor([rank + 1.0])
         transport.all_reduce(total).wait("the sum")
+        own = {each: name_of(each) for each in process_groups() if each not in before}
+    assert own
     assert (total.item(), Counted.calls) == (3.0, 1)
+    assert soon(lambda: not own.keys() & {*process_groups()})
+    for name in own.values():
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._resolve_process_group(name)
+    assert errors == []
 
 
 def test_a_registered_group_serves_several_ranks() -> None:

@@ -70,7 +70,7 @@ from fddp.transport.liveness.interrupts import (
     is_of_this_rank,
 )
 from fddp.transport.liveness.membership import Membership
-from fddp.transport.torch_private import process_groups, store_of
+from fddp.transport.torch_private import destroy, process_groups, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -794,8 +794,8 @@ class _GroupCommunicator(Communicator):
         return super()._reduce_scatter(operation)
 
     def _end(self, backend: Any, *, failed: bool) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(backend)
+        if backend in process_groups():
+            destroy(backend)
 
 
 def _is_unsupported(error: RuntimeError) -> bool:
