@@ -824,6 +824,7 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
             self._steps, self.process_group = before, group
             raise
         self._steps.stopping.take_over(before.stopping)
+        engine.transport.drop_groups()
 
     @property
     def plan(self) -> BucketPlan:

@@ -112,6 +112,7 @@ class Engine:
             # ... and on the groups along the axes of the schedule, which is proved first.
             schedule = self.schedule_of(self.terms.plan, self.terms.hook)
             self.setup = self._made(schedule, self.terms.hook, self.terms.rebuild is not None)
+            self.transport.hold_group()
         except BaseException:
             self.transport.close()
             raise
@@ -765,6 +766,7 @@ class Engine:
     def supersede(self, reason: str, advice: str) -> None:
         """Close this engine in favour of another."""
         self.close(reason)
+        self.transport.drop_groups()
         self.closed_by, self.advice, self.superseded = reason, advice, True
 
 

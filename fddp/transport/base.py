@@ -238,6 +238,14 @@ class Endpoint(ABC):
         """
         return None
 
+    def hold_group(self) -> None:  # noqa: B027  # none was made
+        """Keep a group that `group_left` made until `drop_groups`: this transport may go on from
+        it."""
+
+    def drop_groups(self) -> None:  # noqa: B027
+        """Destroy the groups that `group_left` made before another transport went on from this
+        one, unless something else may go on from them."""
+
     def announce_leave(self) -> None:
         """Let the other ranks know that this one will not be among those that are left.
 

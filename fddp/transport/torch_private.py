@@ -54,6 +54,7 @@ def new_named_group(
         timeout: time limit of its operations.
     """
     whole, make = dist.group.WORLD, cast("Any", distributed_c10d._new_process_group_helper)
+    config = dist.get_backend_config(like)
     bound: Any = whole
     device = bound.bound_device_id
     if device is not None:
@@ -63,7 +64,7 @@ def new_named_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
-            dist.Backend(dist.get_backend_config(like)),
+            dist.Backend(config),
             process_groups()[whole][1].clone(),
             name,
             timeout=timeout,
@@ -73,6 +74,9 @@ def new_named_group(
         if device is not None:
             bound.bound_device_id = device
     made: dist.ProcessGroup = group
+    if {entry.partition(":")[2] for entry in config.split(",")} == {"gloo"}:
+        # torch forgets it where another backend is registered, and warns when it is destroyed.
+        made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
     return made
 

@@ -19,8 +19,10 @@ import fddp
 from fddp.transport.c10d import ranks_left
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.liveness import failure_detector
+from fddp.transport.torch_private import process_groups
 from tests.support.models import batch, mlp, mlp_loss, same_bits
-from tests.support.polling import LONG_S, PROMPT_S
+from tests.support.polling import LONG_S, PROMPT_S, soon
+from tests.support.process_resources import resources
 from tests.support.ranks import run_fresh, split_into_hosts
 
 HOSTS = {"shm": [[0, 1, 2, 3]], "c10d": [[0], [1], [2], [3]]}
@@ -314,3 +316,92 @@ def test_a_silent_rank_of_this_host_that_lives_is_not_lost() -> None:
     detector.living.return_value = {1}
     detector.unresponsive.return_value = (1, 2), ()
     assert PeerMonitor(membership, detector, mock.Mock()).find_lost(0.0, (1, 2)) == {2}
+
+
+def rebuild_often(rank: int, world_size: int, transport: str, wrapped: bool) -> Any:
+    """Ranks 0 and 1 hold no more after 21 rebuilds than after one, once rank 2 has left."""
+    hosts = split_into_hosts(HOSTS[transport]) if transport == "c10d" else nullcontext()
+    with hosts:
+        model = torch.nn.Linear(2, 1, bias=False)
+        sync: Any = fddp.DistributedDataParallel(model) if wrapped else fddp.GradSync(mlp())
+        sync.leave() if rank == 2 else None
+        take_step(sync)
+        if rank == 2:
+            return None
+        own = dist.new_group([0, 1], use_local_synchronization=True)
+        held = []
+        for _ in range(21):
+            if wrapped:
+                sync.rebuild()
+            else:
+                sync = sync.rebuild()
+            take_step(sync)
+            dist.all_reduce(torch.ones(1), group=sync.process_group if wrapped else sync.group)
+            held.append(resources() if not held else None)
+
+        def few() -> bool:
+            """Threads and files of what was closed last may take some time to end."""
+            return all(now - then < 10 for now, then in zip(resources(), held[0], strict=True))
+
+        assert soon(few), (resources(), held[0])
+        dist.all_reduce(torch.ones(1), group=own)  # a group of the user's stays
+        return len(process_groups())
+
+
+def go_on_twice(rank: int, world_size: int) -> Any:
+    """A second `GradSync` over the group of a rebuild goes on after the first one has."""
+    first = fddp.GradSync(mlp(), timeout_s=LONG_S)
+    first.leave() if rank == 2 else None
+    first(mlp())
+    if rank == 2:
+        return None
+    first = first.rebuild()
+    group = first.group
+    second = fddp.GradSync(mlp(), group=group, timeout_s=LONG_S)
+    second(mlp())
+    first = first.rebuild()
+    dist.all_reduce(torch.ones(1), group=group)  # `second` still goes on from it
+    second = second.rebuild()
+    assert group not in process_groups()
+    first(mlp()), second(mlp())
+    return len(process_groups())
+
+
+def test_a_group_stays_while_another_sync_may_go_on_from_it() -> None:
+    outcomes = run_fresh(3, go_on_twice)
+    assert [each.error for each in outcomes] == [None] * 3
+    assert [each.result for each in outcomes[:2]] == [3, 3]
+
+
+def go_on_from_own_group(rank: int, world_size: int) -> Any:
+    own = dist.new_group([0, 1, 2])
+    sync = fddp.GradSync(mlp(), group=own, timeout_s=LONG_S)
+    sync.leave() if rank == 2 else None
+    sync(mlp())
+    if rank == 2:
+        return None
+    sync = sync.rebuild()
+    sync(mlp())
+    return own in process_groups(), dist.group.WORLD in process_groups()
+
+
+def test_the_group_of_the_caller_stays() -> None:
+    outcomes = run_fresh(3, go_on_from_own_group)
+    assert [each.error for each in outcomes] == [None] * 3
+    assert [each.result for each in outcomes[:2]] == [(True, True)] * 2
+
+
+def take_step(sync: Any) -> None:
+    if isinstance(sync, fddp.DistributedDataParallel):
+        sync(torch.ones(1, 2)).sum().backward()
+    else:
+        sync(mlp())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_groups_of_earlier_rebuilds_are_destroyed(transport: str, wrapped: bool) -> None:
+    outcomes = run_fresh(3, rebuild_often, transport, wrapped)
+    assert [each.error for each in outcomes] == [None] * 3
+    for each in outcomes[:2]:
+        assert each.result == 3  # the default one, the user's, and that of the last rebuild

@@ -2,6 +2,12 @@
 
 Each such group knows the first one from which it comes: there ranks meet that agree on who is left,
 also if one of them has a group that another failed to make, and errors number ranks as there.
+
+[Note: groups of rebuilds] torch keeps a group until it is destroyed, with its sockets and threads.
+A group that `group_left` made is destroyed when what has made it goes on with another one, which
+all ranks have opened by then. A rank that failed to open it keeps it until then as well: others may
+be about to open it, and would take this rank for lost. It stays as long as anything else may go on
+from it.
 """
 
 from __future__ import annotations
@@ -20,7 +26,13 @@ from fddp.transport.group_backend import backend_of
 from fddp.transport.liveness.bounded_store import BoundedStore, client_of
 from fddp.transport.liveness.interrupts import from_user_code
 from fddp.transport.liveness.survivors import agree_on_left
-from fddp.transport.torch_private import name_of, new_named_group, store_of
+from fddp.transport.torch_private import (
+    destroy,
+    name_of,
+    new_named_group,
+    process_groups,
+    store_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -47,6 +59,8 @@ _SILENT = (
     "resume it"
 )
 _firsts: weakref.WeakKeyDictionary[Any, FirstGroup] = weakref.WeakKeyDictionary()
+# By group that `group_left` made, what may go on from it.
+_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def first_of(group: dist.ProcessGroup) -> FirstGroup:
@@ -113,7 +127,27 @@ def group_left(
     for device in made._device_types:
         backend_of(made, device).set_timeout(timedelta(seconds=group_timeout_s))
     _firsts[made] = first._replace(numbers=left)
+    _users[made] = weakref.WeakSet()
     return made
+
+
+def hold(group: dist.ProcessGroup, user: object) -> None:
+    """Keep a group that `group_left` made as long as `user` exists and has not dropped it. Does
+    nothing with other groups, which belong to the caller."""
+    if group in _users:
+        _users[group].add(user)
+
+
+def drop(reference: weakref.ref[Any], user: object) -> None:
+    """Destroy a group that `group_left` made, unless something else may go on from it; see [Note:
+    groups of rebuilds]. Not a collective call."""
+    group = reference()
+    users = None if group is None else _users.get(group)
+    if group is None or users is None:
+        return
+    users.discard(user)
+    if not users and group in process_groups():
+        destroy(group)
 
 
 def announce_leave(group: dist.ProcessGroup) -> None:

@@ -48,8 +48,10 @@ from fddp.transport.c10d.nccl import NcclBackends, NcclCommunicator, shared_back
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.c10d.ranks_left import (
     announce_leave,
+    drop,
     first_of,
     group_left,
+    hold,
     ranks_leaving,
 )
 from fddp.transport.c10d.rendezvous import call_with_checks, connect_with_abort
@@ -136,6 +138,8 @@ class C10dTransport(Transport):
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
         self._works = _IssuedWorks()
         self._is_abandoned = False
+        # What `group_left` has returned.
+        self._left: list[weakref.ref[dist.ProcessGroup]] = []
         # Devices on which the communicators are connected, those of later groups at once.
         self._devices: list[torch.device] = []
         # Generation of the NCCL backends on which the ranks have agreed.
@@ -494,13 +498,22 @@ class C10dTransport(Transport):
         if group is None or group not in process_groups():
             return None
         begin_s = self._peers.begin_wait()
-        return group_left(
+        left = group_left(
             group,
             partial(self._peers.find_lost, begin_s),
             self._detector.ended,
             self.timeout_s,
             _group_timeout_s(group, self.control_device),
         )
+        self._left.append(weakref.ref(left))
+        return left
+
+    def hold_group(self) -> None:
+        hold(self._existing_group(), self)
+
+    def drop_groups(self) -> None:
+        for reference in (self._group, *self._left):
+            drop(reference, self)
 
     def announce_leave(self) -> None:
         announce_leave(self._existing_group())
