@@ -243,7 +243,7 @@ def _own_word(step: Step) -> npt.NDArray[np.floating[Any]]:
         failed=step.failure is not None,
         stop=step.asks_stop,
         order=_order(step),
-        squares=step.own_squares() if measures else (),
+        squares=step.own_squares if measures else (),
     )
     total = encode(layout, word)
     further = step.program.summands - 1

@@ -24,6 +24,8 @@ from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from fddp._C import BucketMembers, BucketPacking, LeafTypes
 
 # Gradients of at least this size are packed as they arrive, while they are in the cache and so that
@@ -107,11 +109,12 @@ class Program:
         return tuple(dict.fromkeys(self.noise))
 
     @cached_property
-    def group_numbers(self) -> tuple[tuple[int, ...], ...]:
+    def group_numbers(self) -> tuple[npt.NDArray[np.intp], ...]:
         """For each bucket, the number of the group of each leaf."""
         number = {name: k for k, name in enumerate(self.groups)}
         group_of = dict(zip(self.plan.reduced, self.noise, strict=True))
-        return tuple(tuple(number[group_of[i]] for i in b.leaves) for b in self.plan.buckets)
+        buckets = self.plan.buckets
+        return tuple(np.array([number[group_of[i]] for i in b.leaves], np.intp) for b in buckets)
 
     def by_group(self, squares: Mapping[int, torch.Tensor]) -> list[float]:
         """Add numbers of leaves, given by bucket, to one for each group, in the order of the plan.

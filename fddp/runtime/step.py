@@ -389,9 +389,10 @@ class Step:
             own = self.earlier.squares.get(bucket, 0.0) + own
         self.squares[bucket] = own
 
+    @cached_property
     def own_squares(self) -> list[float]:
-        """For each group of leaves, the squared norm of this rank's gradient times its weight.
-        Waits for devices other than the CPU."""
+        """For each group of leaves, the squared norm of this rank's gradient times its weight,
+        once all buckets are packed. Waits for devices other than the CPU."""
         return self.program.by_group(self.squares)
 
     def memory(self, bucket: int) -> Tensor:

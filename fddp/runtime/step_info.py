@@ -78,7 +78,7 @@ def _squared_norms(step: Step, report: ControlReport, sq_norm: float) -> dict[st
     totals: Sequence[float] = report.squares
     if report.measured < step.transport.world_size:
         totals = [math.nan] * len(groups)
-    numbers = zip(groups, step.own_squares(), totals, means, strict=True)
+    numbers = zip(groups, step.own_squares, totals, means, strict=True)
     return {
         name: SquaredNorms(own, total, mean, report.active, report.total_weight)
         for name, own, total, mean in numbers

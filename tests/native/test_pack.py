@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fddp.native import pack
@@ -30,6 +31,7 @@ from tests.support.pack_cases import (
     flat_layout,
     pack_foreach,
     shaped,
+    squares_error,
     values,
 )
 
@@ -61,13 +63,35 @@ def test_squares_are_those_of_the_slices_afterwards(name: str, case: Case) -> No
     getattr(pack_reference, name)(expected, *args, squares=sums)
     assert getattr(pack, name)(case.buffer, *args, squares=found) == peak
     assert_same_bits(case.buffer, plain)
-    assert_same_squares(found, sums)
+    assert_same_squares(found, sums, squares_error(case.buffer.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@given(
+    exponents=st.lists(st.integers(-130, 126), min_size=1, max_size=4),
+    numel=st.integers(1, 1500) | st.just(40_000),
+    seed=st.integers(0, 99),
+)
+def test_squares_have_their_precision_in_the_range_of_the_dtype(
+    dtype: torch.dtype, exponents: list[int], numel: int, seed: int
+) -> None:
+    """Also where squares leave the range of float32. Each part of the numbers has a magnitude."""
+    whole = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for part, exponent in zip(whole.chunk(len(exponents)), exponents, strict=False):
+        part *= 2.0**exponent
+    source, buffer = whole.to(dtype), torch.empty(numel, dtype=dtype)
+    expected, found = torch.empty(2, 1, dtype=torch.float64)
+    args = flat_layout(numel), [source]
+    pack_reference.pack_(buffer, *args, squares=expected)
+    pack.pack_(buffer, *args, squares=found)
+    assert_same_squares(found, expected, squares_error(dtype))
 
 
 @given(cases(("missing",)))
 def test_sums_of_squares_agree(case: Case) -> None:
     before, expected = case.buffer.clone(), pack_reference.sum_squares(case.buffer, case.layout)
-    assert_same_squares(pack.sum_squares(case.buffer, case.layout), expected)
+    found = pack.sum_squares(case.buffer, case.layout)
+    assert_same_squares(found, expected, squares_error(case.buffer.dtype))
     assert_same_bits(case.buffer, before)
     # For narrower dtypes, a norm of torch is one of float32, and so may be the squares of numbers.
     float32 = torch.finfo(torch.float32)

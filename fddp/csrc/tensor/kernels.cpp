@@ -187,6 +187,46 @@ struct StatsLoop {
   }
 };
 
+// Sum of squares of a block of at most SquareSum<T>::kBlock values, with a relative error of at most
+// 2^-20. It is added up in float, as conversion to double takes as long as the copy itself, in lanes
+// that do not depend on the vector width of the machine. A block whose squares leave the range of
+// float is summed again in double.
+template <class T>
+FDDP_INLINE double block_squares(const T* values, int64_t count) {
+  constexpr int64_t kBlock = SquareSum<T>::kBlock;
+  if constexpr (!std::is_same_v<T, double>) {
+    constexpr int64_t kWidth = 8, kLanes = 4 * kWidth;
+    using Floats [[gnu::vector_size(kWidth * sizeof(float))]] = float;
+    float wide[kBlock];
+    const void* memory = values;
+    int64_t padded = count;
+    if (!std::is_same_v<T, float> || count % kLanes != 0) {
+      for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>(values[i]);
+      while (padded % kLanes != 0) wide[padded++] = 0;
+      memory = wide;
+    }
+    const auto* const first = static_cast<const float*>(memory);
+    // In variables of their own, as a compiler may keep an array in memory.
+    Floats s0 = {}, s1 = {}, s2 = {}, s3 = {};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      Floats p0, p1, p2, p3;
+      std::memcpy(&p0, first + i, sizeof p0);
+      std::memcpy(&p1, first + i + kWidth, sizeof p1);
+      std::memcpy(&p2, first + i + 2 * kWidth, sizeof p2);
+      std::memcpy(&p3, first + i + 3 * kWidth, sizeof p3);
+      s0 += p0 * p0, s1 += p1 * p1, s2 += p2 * p2, s3 += p3 * p3;
+    }
+    const Floats lanes = (s0 + s1) + (s2 + s3);
+    const float sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    // Squares below the least normal number lose bits, or are flushed to zero.
+    constexpr float kLeast = kBlock * std::numeric_limits<float>::min() / std::numeric_limits<float>::epsilon();
+    if (sum >= kLeast && sum <= std::numeric_limits<float>::max()) return sum;
+  }
+  SquareSum<T> sum;
+  sum.add(values, count);
+  return sum.total();
+}
+
 // CopyLoop that also sums squares, of blocks that are in the cache.
 template <class Source, class Target, class Store>
 struct SquaresLoop {
@@ -194,14 +234,14 @@ struct SquaresLoop {
     constexpr int64_t kBlock = SquareSum<Target>::kBlock;
     const auto* const source = static_cast<const Source*>(from);
     auto* const target = static_cast<Target*>(to);
-    double amax = 0;
-    SquareSum<Target> sum;
+    Copied found;
     for (int64_t begin = 0; begin < count; begin += kBlock) {
       const int64_t size = std::min(kBlock, count - begin);
-      amax = std::max(amax, CopyLoop<Source, Target, Store>::run(source + begin, target + begin, size, scale).amax);
-      sum.add(target + begin, size);
+      const Copied copied = CopyLoop<Source, Target, Store>::run(source + begin, target + begin, size, scale);
+      found.amax = std::max(found.amax, copied.amax);
+      found.sq_norm += block_squares(target + begin, size);
     }
-    return {amax, sum.total()};
+    return found;
   }
 };
 

@@ -22,7 +22,7 @@ struct Stats {
 // Measurements of a copy.
 struct Copied {
   double amax = 0;     // largest magnitude read; infinity if any element was NaN
-  double sq_norm = 0;  // sum of squares of the elements of the target afterwards; 0 unless requested
+  double sq_norm = 0;  // sum of squares of the elements of the target afterwards, to 2^-20; 0 unless requested
 };
 
 // Read `count` elements and write them scaled and cast. Source and target may be the same memory, but
