@@ -30,6 +30,7 @@ from fddp.errors import ClosedError, DesyncError, FddpError, error_text
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import check_no_failure, exchange
 from fddp.runtime.inputs import outside_tracing
+from fddp.runtime.stopping import Stopping
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, default_group, open_transport
@@ -78,7 +79,7 @@ class Communicator:
         cap_bytes: `bucket_cap_mb` in bytes.
         calls: calls of operators, and their programs.
         recorder: flight recorder of the operators.
-        asks_stop: True once this rank has called `request_stop`.
+        requests: requests to stop, of this rank and of all.
         stopping: True from the operator over all ranks on in which a rank has asked all ranks to
             stop, alike on all ranks. In programs of JAX, read it once results have arrived.
 
@@ -121,8 +122,7 @@ class Communicator:
         self.known: dict[str, dict[Any, Any]] = {}  # see `cached`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
-        self.asks_stop = False
-        self.stopping = False
+        self.requests = Stopping()
         self._handshakes: dict[GroupPosition, int] = {}
         self._calls_since_handshake: dict[GroupPosition, int] = {}
         self._places: dict[tuple[str, ...], GroupPosition] = {}
@@ -212,7 +212,12 @@ class Communicator:
         Does not communicate, and may be called in a signal handler or another thread. As
         `GradSync.request_stop`.
         """
-        self.asks_stop = True
+        self.requests.ask()
+
+    @property
+    def stopping(self) -> bool:
+        """True once a rank has asked all ranks to stop; see the class."""
+        return self.requests.agreed
 
     def close(self) -> None:
         """Close connections and release memory. Idempotent."""

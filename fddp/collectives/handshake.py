@@ -59,7 +59,7 @@ _REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int],
 def begin(call: Call, rows: Tensor, *, wait_soon: bool) -> Work:
     """Start the handshake of a call: the all-gather of four integers of each rank in `rows`."""
     # Ranks that meet along some axes are not all, and could not stop together.
-    flags = _STOP if call.communicator.asks_stop and not call.program.place.axes else 0
+    flags = _STOP if call.communicator.requests.asked and not call.program.place.axes else 0
     own = (_fingerprint(call), *_numbers(call), flags)
     return _send_row(call.communicator, call.program.place, rows, own, wait_soon=wait_soon)
 
@@ -78,7 +78,7 @@ def check(call: Call, rows: Tensor) -> None:
     elif not found[_WORD - 1]:  # nor any other
         return
     if any(found[_WORD - 1 :: _WORD]):
-        call.communicator.stopping = True
+        call.communicator.requests.agree()
 
 
 def abort_handshake(

@@ -82,8 +82,8 @@ from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.finish import send
 from fddp.runtime.step import Outcome, Step
+from fddp.runtime.stopping import Stopping
 from fddp.sync.engine import Engine
-from fddp.sync.stopping import Stopping
 from fddp.transport import LoopbackGroup
 
 _ABORT_S = 0.05

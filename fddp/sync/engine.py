@@ -47,6 +47,7 @@ from fddp.runtime.hook_binding import BoundHook, staged
 from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
 from fddp.runtime.step import Outcome, Step
+from fddp.runtime.stopping import Stopping
 from fddp.sync.request import (
     EngineSpec,
     check_noise,
@@ -54,7 +55,6 @@ from fddp.sync.request import (
     deterministic_hook_error,
 )
 from fddp.sync.rounds import Round
-from fddp.sync.stopping import Stopping
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.step_info import SyncInfo

@@ -1,4 +1,4 @@
-"""Requests to stop, which end the loops of all ranks at the same step."""
+"""Requests to stop by signals; see `fddp.runtime.stopping`."""
 
 from __future__ import annotations
 
@@ -6,38 +6,10 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from fddp.core.entrance import entrance
-
-
-@dataclass
-class Stopping:
-    """Requests to stop, of one rank and of all.
-
-    Attributes:
-        asked: True once this rank has asked. Its control words say so from then on.
-        agreed: True once the sum of the control words had a request: on all ranks from the same
-            step on.
-    """
-
-    asked: bool = False
-    agreed: bool = False
-
-    def ask(self) -> None:
-        """Ask, from the next control word on."""
-        self.asked = True
-
-    def agree(self) -> None:
-        """Note that the report of a step had a request."""
-        self.agreed = True
-
-    def take_over(self, earlier: Stopping) -> None:
-        """Go on asking what was asked before ranks were lost, which may have taken the agreement
-        with them."""
-        self.asked = self.asked or earlier.asked or earlier.agreed
 
 
 class Stoppable(Protocol):
