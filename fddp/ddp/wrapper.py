@@ -63,6 +63,7 @@ from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.torch_private import to_kwargs
 from fddp.ddp.weights import check_weighable
 from fddp.hooks import Hook, TorchHook, builtin
+from fddp.hooks.choosing import named_hook
 from fddp.native import extension
 from fddp.native.untraced import untraced
 from fddp.runtime.agreement import ReportTime
@@ -610,8 +611,10 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
         Args:
             state: passed to a hook for torch's DDP; None for a hook of `fddp.hooks`, whose state is
                 `comm_hook_state`.
-            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or an `fddp.hooks.Hook`.
+            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or an `fddp.hooks.Hook`, or
+                "auto" for `fddp.hooks.auto()`.
         """
+        hook = named_hook(hook)
         if isinstance(hook, Hook):
             self._set_hook(hook, hook.name)
             return

@@ -67,7 +67,7 @@ class _InnerReduce(AllReduce):
         self.rank, self.world_size = all_reduce.rank, all_reduce.world_size
         self._chain = chain
         self._states = states
-        self._reference = bucket.reference
+        self._reference, self._weight = bucket.reference, bucket.weight
         self._parts = chain.outer.parts(bucket.spec)
         self._all_reduce = all_reduce
         self._results: list[Future[tuple[Tensor, Any]]] = []
@@ -81,7 +81,7 @@ class _InnerReduce(AllReduce):
                 f"{tensor.dtype} where its parts say {part and (part.numel, part.dtype)}; return "
                 f"from parts() every tensor that apply() passes to all_reduce, in order"
             )
-        bucket = Bucket(part, tensor.view(-1), self._reference)
+        bucket = Bucket(part, tensor.view(-1), self._reference, self._weight)
         result = self._chain.inner.apply(self._states[call], bucket, self._all_reduce)
         self._results.append(result)
         return result.map(lambda end: end[0].view(tensor.shape).to(tensor.dtype))

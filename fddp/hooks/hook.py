@@ -73,11 +73,13 @@ class Bucket:
             pass it to `all_reduce`.
         reference: number by which the weighted gradients were divided; a hook must multiply values
             that it keeps by it.
+        weight: weight of this rank's gradients; 0.0 if it contributes none.
     """
 
     spec: BucketSpec
     buffer: Tensor
     reference: float
+    weight: float = 1.0
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the leaves as views of the buffer; none of a sparse buffer."""

@@ -15,7 +15,7 @@ from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """Form of a quantized chunk: the scales of its blocks, then its values, a byte or half a byte
     each."""
 
@@ -88,7 +88,7 @@ class Quantized(Stateless):
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[Compressed[tuple[()]]]:
         numbers, ranks, dtype = real(bucket.buffer), all_reduce.world_size, bucket.buffer.dtype
-        form = _Form(self.bits, -(-len(numbers) // ranks), self.block, wide(numbers.dtype))
+        form = Form(self.bits, -(-len(numbers) // ranks), self.block, wide(numbers.dtype))
         padding = ranks * form.length - len(numbers)
         own = form.quantized(padded(numbers.to(form.dtype), padding).view(ranks, -1))
 

@@ -75,17 +75,22 @@ class HookSums(Sums):
         op, last = ops[position], self._bound.positions.get(ops[position].bucket)
         return ops[last] if last is not None and (op.kind == "stage" or last == position) else None
 
-    def launch(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
-        """Start the next stage of a reduction. Its memory `own`, shape `(n,)`, receives the result.
-        `states` are those by bucket; empty before the first step."""
+    def launch(
+        self, op: Op, own: Tensor, weight: float, states: Sequence[Any], what: str
+    ) -> HookWork:
+        """Start the next stage of a reduction. Its memory `own`, shape `(n,)`, with this rank's
+        gradients of a weight, receives the result. `states` are those by bucket; empty before the
+        first step."""
         work = self._works.get(op.bucket)
         if work is None:
-            work = self._works[op.bucket] = self._start(op, own, states, what)
+            work = self._works[op.bucket] = self._start(op, own, weight, states, what)
         else:
             self._guarded(work, work.start_next)
         return work
 
-    def _start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
+    def _start(
+        self, op: Op, own: Tensor, weight: float, states: Sequence[Any], what: str
+    ) -> HookWork:
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
         reference = self._scale.ranks if self._scale.scaling == "before" else 1.0
@@ -98,21 +103,23 @@ class HookSums(Sums):
         if self._is_stopped:
             work.replace(_zeros(work))
         else:
-            bucket = Bucket(spec, own, reference)
+            bucket = Bucket(spec, own, reference, weight)
             self._guarded(work, lambda: work.start(lambda: hook.apply(state, bucket, collectives)))
         return work
 
-    def reduce_sparse(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> Tensor:
+    def reduce_sparse(
+        self, op: Op, own: Tensor, weight: float, states: Sequence[Any], what: str
+    ) -> Tensor:
         """Reduce a sparse bucket, once the dense ones are done; see `Hook.takes_sparse`.
 
         Args:
             op: the operation that gathers the bucket.
             own: this rank's gradient, coalesced.
-            states, what: as in `launch`.
+            weight, states, what: as in `launch`.
         """
         for work in self._works.values():
             self.await_result(work)
-        work = self._start(op, own, states, what)
+        work = self._start(op, own, weight, states, what)
 
         def resolve() -> None:
             result, _ = self._resolve(work)

@@ -226,7 +226,7 @@ def reduce_sparse(step: Step) -> None:
         scaled = [(grad, step.scale.before(w)) for grad, w in parts if grad is not None]
         own = _sparse_form(step, bucket).summed(scaled)
         what = f"{bucket.text} of step {step.number}"
-        total = sums.reduce_sparse(op, own, step.hook_states, what)
+        total = sums.reduce_sparse(op, own, step.source.weight, step.hook_states, what)
         step.sparse[op.bucket] = [grad for grad, _ in parts], total
 
 
@@ -303,7 +303,8 @@ def launch_hook(step: Step, position: int, wait_soon: bool) -> Any:
             sums.discard(op.bucket)
         return launch(step, position, wait_soon)
     what = f"{step.program.buckets[op.bucket].text} of step {step.number}"
-    work = sums.launch(reduction, operand(step, position), step.hook_states, what)
+    own, weight = operand(step, position), step.source.weight
+    work = sums.launch(reduction, own, weight, step.hook_states, what)
     started = step.works[op.bucket] = StageWork(sums, work, is_last=op.kind != "stage")
     return started
 

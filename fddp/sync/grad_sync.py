@@ -12,7 +12,7 @@ from torch import Tensor
 from fddp.core.entrance import entrance, suggest_keywords
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
 from fddp.core.text import counted
-from fddp.hooks.hook import Hook
+from fddp.hooks.choosing import HookOrAuto, named_hook
 from fddp.runtime.agreement import ReportTime
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
@@ -61,8 +61,8 @@ class GradSync(TreeSync):
         timeout_s: seconds that any operation may take; None for the limit of the group.
         hook: communication hook of `fddp.hooks` that replaces the all-reduces of the schedule; with
             "hierarchical", those along the outermost axis; with "reduce_scatter", the
-            reduce-scatters along it (`int8` and `int4`, also with `error_feedback`). Plans are not
-            rebuilt under a hook that keeps state.
+            reduce-scatters along it (`int8` and `int4`, also with `error_feedback`). "auto" is
+            `fddp.hooks.auto()`. Plans are not rebuilt under a hook that keeps state.
         deterministic: True to fix the association of each sum over ranks by the axes alone, in
             float32 or wider: in rank order within the innermost axis, then across. The bits of the
             mean then do not depend on bucket caps, plan, algorithm, transport, or the order of
@@ -128,7 +128,7 @@ class GradSync(TreeSync):
         select: Callable[[str], bool] | None = None,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
-        hook: Hook[Any] | None = None,
+        hook: HookOrAuto = None,
         deterministic: bool = False,
         virtual_ranks: int | None = None,
         nonfinite: Policy = "propagate",
@@ -146,7 +146,7 @@ class GradSync(TreeSync):
             span=resolve_mesh(group, mesh),
             transport=transport,
             timeout_s=timeout_s,
-            hook=hook,
+            hook=named_hook(hook),
             deterministic=deterministic,
             virtual_ranks=virtual_ranks,
             nonfinite=nonfinite,
@@ -319,7 +319,7 @@ class GradSync(TreeSync):
         *,
         params: Any = None,
         mesh: Mesh | None = None,
-        hook: Hook[Any] | None = None,
+        hook: HookOrAuto = None,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
         state: Any = ABSENT,
@@ -360,7 +360,7 @@ class GradSync(TreeSync):
         self = cls.__new__(cls)
         with outside_transforms():
             self._engine, newest = join_engine(
-                resolve_mesh(group, mesh), params, hook, transport, timeout_s, state
+                resolve_mesh(group, mesh), params, named_hook(hook), transport, timeout_s, state
             )
         return self if state is ABSENT else (self, newest)
 

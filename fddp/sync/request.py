@@ -129,7 +129,7 @@ class Request:
                 raise ValueError(choice_text(name, getattr(self, name), get_args(choices)))
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
-                f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
+                f"hook must be a fddp.hooks.Hook or 'auto', got a {type(self.hook).__name__}; "
                 f"fddp.hooks.TorchHook(state, hook) adapts a hook of torch's "
                 f"DistributedDataParallel"
             )

@@ -326,7 +326,7 @@ def test_a_function_is_no_hook() -> None:
     def run(group: Any) -> None:
         fddp.GradSync({"w": torch.ones(4)}, group=group, hook=lambda *_: None)  # type: ignore[arg-type]
 
-    with pytest.raises(TypeError, match=r"hook must be a fddp.hooks.Hook, got a function; .*Torch"):
+    with pytest.raises(TypeError, match=r"a fddp.hooks.Hook or 'auto', got a function; .*Torch"):
         fddp.loopback(2, run)
 
 
