@@ -151,24 +151,27 @@ class Auto(Hook[AutoState]):
     def _measured(
         self, state: AutoState, bucket: Bucket, all_reduce: AllReduce
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """Sketches of this rank's gradients and of the error of each compressor but the exact one,
-        as weight times gradient, behind them their count, weight and weighted square; and the bytes
-        of each compressor."""
-        costs, errors = [], []
+        """Sketches of this rank's weighted gradients and of the errors of the compressors but the
+        exact one, and behind them 1 for a weight above 0, the weight, and the squared norm of the
+        gradients times the weight; and the bytes of each compressor."""
+        dtype = wide(bucket.spec.dtype)
+        exact = real(bucket.buffer).to(dtype.to_real() if dtype.is_complex else dtype)
+        # The same on all ranks, and new ones in each step, so that estimates are independent.
+        generator = torch.Generator().manual_seed((state["step"] << 16) + bucket.spec.index)
+        signs = torch.randint(0, 2, exact.shape, generator=generator, dtype=torch.int8)
+        signs = signs.mul_(2).sub_(1).to(exact.device)
+        sketches, costs = [sketch(exact, signs)], []
         for compressor, inner in zip(self.compressors, state["inner"], strict=True):
             tally = _Tally(all_reduce.rank, all_reduce.world_size)
             sent = compressor.compress(inner, bucket, tally).wait().sent()
-            errors.append(real(bucket.buffer).to(_figures_dtype(bucket)) - real(sent))
             costs.append(tally.nbytes)
-        errors[0] = real(bucket.buffer).to(_figures_dtype(bucket))
-        # The same on all ranks, and other ones in each step, so that estimates are independent.
-        generator = torch.Generator().manual_seed((state["step"] << 16) + bucket.spec.index)
-        signs = random_signs(len(errors[0]), generator).to(errors[0].device)
-        sketches = [sketch(error, signs) * bucket.reference for error in errors]
+            if len(costs) > 1:
+                sketches.append(sketch(exact - real(sent), signs))
         weight = bucket.weight
-        square = sketches[0].double().square().sum() / weight if weight else 0.0
-        figures = sketches[0].new_tensor([float(weight > 0.0), weight, float(square)])
-        return torch.cat([*sketches, figures]), tuple(costs)
+        square = float((sketches[0].double() * bucket.reference).square().sum())
+        figures = [float(weight > 0.0), weight, square / weight if weight else 0.0]
+        weighted = torch.cat(sketches) * bucket.reference
+        return torch.cat([weighted, exact.new_tensor(figures)]), tuple(costs)
 
     def _chosen(self, state: AutoState, summed: Tensor) -> AutoState:
         """The state with the estimates and the choice that follow from sketches of all ranks."""
@@ -214,16 +217,6 @@ class _Tally(AllReduce):
     def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
         self.nbytes += tensor.nbytes * (self.world_size - 1) / self.world_size
         return Future.of(tensor)
-
-
-def _figures_dtype(bucket: Bucket) -> torch.dtype:
-    dtype = wide(bucket.spec.dtype)
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def random_signs(count: int, generator: torch.Generator) -> Tensor:
-    """Random signs, shape `(count,)`, int8: 1 or -1."""
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
 
 def sketch(values: Tensor, signs: Tensor, width: int = _WIDTH) -> Tensor:

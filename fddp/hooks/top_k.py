@@ -26,7 +26,8 @@ class TopK(Stateless):
     fraction: float
 
     def __post_init__(self) -> None:
-        _check_fraction(self.fraction)
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
 
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
@@ -90,7 +91,8 @@ class BlockTopK(Stateless):
     fraction: float
 
     def __post_init__(self) -> None:
-        _check_fraction(self.fraction)
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
 
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
@@ -120,11 +122,6 @@ class BlockTopK(Stateless):
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         return ()
-
-
-def _check_fraction(fraction: float) -> None:
-    if not 0.0 < fraction <= 1.0:
-        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction!r}")
 
 
 @entrance

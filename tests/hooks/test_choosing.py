@@ -360,6 +360,21 @@ def test_auto_by_name() -> None:
         fddp.loopback(1, lambda group: fddp.GradSync(own, group=group, hook="none"))  # type: ignore[arg-type]
 
 
+def test_the_wrapper_takes_it_by_name(ranks: RankPool) -> None:
+    first, second = ranks.run(2, wrapped)
+    assert first == second
+    assert first[0]["choice"] > 0
+
+
+def wrapped(rank: int, world_size: int) -> Any:
+    torch.manual_seed(rank)
+    ddp = fddp.DistributedDataParallel(torch.nn.Linear(80, 80))
+    ddp.register_comm_hook(None, "auto")
+    for _ in range(3):
+        ddp(torch.randn(4, 80)).square().sum().backward()
+    return shared(ddp.comm_hook_state)
+
+
 def test_candidates() -> None:
     given = auto([allreduce, error_feedback(int8()), top_k(0.1)])
     assert given == auto([int8(), top_k(0.1)])

@@ -430,6 +430,10 @@ CASES: dict[str, Case] = {
         "next_loss_scale",
     ),
     "top_k": Case(lambda g: fddp.hooks.top_k(2.0), ValueError, "top_k", "__post_init__"),
+    "block_top_k": Case(
+        lambda g: fddp.hooks.block_top_k(2.0), ValueError, "block_top_k", "__post_init__"
+    ),
+    "auto": Case(lambda g: fddp.hooks.auto(every=0), ValueError, "auto", "auto"),
     "measure_cost": Case(
         lambda g: fddp.measure_cost(g, repeats=0), ValueError, "measure_cost", "measure_cost"
     ),

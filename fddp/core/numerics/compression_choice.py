@@ -35,9 +35,9 @@ def next_errors(
         >>> next_errors(before, norms, [0.5], decay=0.5).errors
         (0.5,)
     """
-    noise = next_noise_scale(before.noise, norms, decay=decay)
-    if noise == before.noise:
+    if not (math.isfinite(norms.variance) and math.isfinite(norms.signal)):
         return before
+    noise = next_noise_scale(before.noise, norms, decay=decay)
     rate = (1.0 - decay) / noise.share
     smoothed = [
         old + rate * (new - old) if math.isfinite(old) and math.isfinite(new) else new
