@@ -285,6 +285,8 @@ def auto(
         ...         _, state = sync.update(grads, sync.init_state())
         ...         return choices_table(sync.plan, hook, state)
         >>> print(fddp.loopback(2, choices)[0])
+        bucket  leaves  first leaf  last leaf       size  hook                 sent   error
+             0       1  w           w          19.53 KiB  Int4(block=64)  2.754 KiB  0.0151
     """
     if not tolerance >= 0.0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance!r}")
@@ -313,7 +315,9 @@ _HEADER = ("bucket", "leaves", "first leaf", "last leaf", "size", "hook", "sent"
 
 
 @entrance
-def choices_table(plan: BucketPlan, hook: Hook[Any], states: Sequence[Any]) -> str:
+def choices_table(
+    plan: BucketPlan, hook: Hook[Any] | Literal["auto"], states: Sequence[Any]
+) -> str:
     """The buckets of a plan, with the compressor that `auto` has chosen for the next step.
 
     `sent` is in bytes a rank and step, "-" before the first measurement; `error` is the squared
@@ -322,13 +326,14 @@ def choices_table(plan: BucketPlan, hook: Hook[Any], states: Sequence[Any]) -> s
 
     Args:
         plan: the plan of the buckets, `sync.plan`.
-        hook: the hook, from `auto`.
+        hook: the hook, from `auto`, or "auto".
         states: states by bucket, from `sync.init_state` or `sync.update`.
 
     Raises:
         TypeError: the hook is not one of `auto`.
     """
-    if not isinstance(hook, Auto):
+    chosen = named_hook(hook)
+    if not isinstance(chosen, Auto):
         raise TypeError(f"hook must be a result of fddp.hooks.auto, got {hook!r}")
     rows = []
     for number, (bucket, state) in enumerate(zip(plan.buckets, states, strict=True)):
@@ -336,7 +341,7 @@ def choices_table(plan: BucketPlan, hook: Hook[Any], states: Sequence[Any]) -> s
         name, sent, error = "allreduce", "-", "-"
         if state:  # else the bucket is sparse
             choice = state["choice"]
-            name, noise = hook.compressors[choice].name, state["noise"]
+            name, noise = chosen.compressors[choice].name, state["noise"]
             sent = size_text(state["nbytes"][choice]) if state["share"] else "-"
             error = f"{state['errors'][choice] / noise:.3g}" if choice else "-"
         size = size_text(bucket.nbytes)

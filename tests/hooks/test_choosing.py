@@ -72,7 +72,9 @@ def test_the_squared_norm_of_a_sketch_has_no_bias(rows: list[list[int]], width: 
 def test_estimates_are_those_of_the_gradients(weights: tuple[float, ...]) -> None:
     """To the deviation of sketches, over 40 steps of which each one is measured."""
     hook, size, steps = auto([top_k(0.1)], every=1, smallest=1), 2000, 40
-    grads = [[noisy(rank, step, 0.5, 1.0, size) for rank in range(3)] for step in range(steps)]
+    grads = [
+        [0.5 + noisy(rank, step, 0.5, 1.0, size) for rank in range(3)] for step in range(steps)
+    ]
 
     def run(group: Any) -> Any:
         found = []
@@ -353,7 +355,11 @@ def test_auto_by_name() -> None:
             fddp.GradSync(own, group=group, hook=auto()) as called,
         ):
             assert named._engine.hook == called._engine.hook == auto()
-            return named.update(own, called.init_state())[0]["w"].tolist()
+            state = called.init_state()
+            assert choices_table(named.plan, "auto", state) == choices_table(
+                named.plan, auto(), state
+            )
+            return named.update(own, state)[0]["w"].tolist()
 
     assert fddp.loopback(2, run) == [[1.0] * 8] * 2
     with pytest.raises(TypeError, match=r"a fddp.hooks.Hook or 'auto', got a str"):
