@@ -80,12 +80,13 @@ def _perceptron() -> Params:
 
 def _perceptron_loss(params: Params, windows: Tensor) -> Tensor:
     """Return the cross entropy of the last characters of windows, given the others."""
-    x = params["embedding"][windows[:, :-1]].flatten(1)
+    x: Tensor = params["embedding"][windows[:, :-1]].flatten(1)
     first, second = params["layers"]
     x = torch.tanh(x @ first["weight"] + first["bias"])
     x = x + torch.tanh(x @ second["weight"] + second["bias"])
     head = params["head"]
-    return cross_entropy(x @ head["weight"] + head["bias"], windows[:, -1])
+    logits: Tensor = x @ head["weight"] + head["bias"]
+    return cross_entropy(logits, windows[:, -1])
 
 
 def _transformer() -> Params:
@@ -93,7 +94,7 @@ def _transformer() -> Params:
     random = generator(0)
 
     def matrix(inputs: int, outputs: int, factor: float = 1.0) -> Tensor:
-        return torch.randn(inputs, outputs, generator=random) * (factor / inputs**0.5)
+        return torch.randn(inputs, outputs, generator=random) * (factor / math.sqrt(inputs))
 
     embeddings = (torch.randn(n, _WIDTH, generator=random) / 2 for n in (characters, CONTEXT))
     return {
@@ -115,7 +116,7 @@ def _transformer() -> Params:
 
 def _transformer_loss(params: Params, windows: Tensor) -> Tensor:
     """Return the cross entropy of all characters of windows but the first, given those before."""
-    x = params["characters"][windows[:, :-1]] + params["places"]
+    x: Tensor = params["characters"][windows[:, :-1]] + params["places"]
     mask = torch.full((CONTEXT, CONTEXT), -math.inf).triu(1)
     for layer in params["layers"]:
         joined = layer_norm(x, (_WIDTH,)) @ layer["attention"]

@@ -1,6 +1,6 @@
 """Loss against bytes on the wire: DDP, communication hooks, local SGD, DiLoCo and Streaming DiLoCo.
 
-    python -m benchmarks.few_bytes [--steps N] [--case CASE] [--json PATH]
+    python -m benchmarks.few_bytes [--steps N] [--draw N] [--case CASE] [--json PATH]
 
 Two processes over gloo train two small models of characters, a perceptron and a transformer, on
 text that comes with Python (`benchmarks/characters.py`). All methods take the same inner
@@ -142,10 +142,11 @@ class Run:
     seconds: float
 
 
-def _batch(model: Model, rank: int, step: int) -> Tensor:
+def _batch(model: Model, rank: int, step: int, draw: int) -> Tensor:
     train, *_ = text()
     half = len(train) // 2
-    drawn = torch.randint(half, (model.batch,), generator=generator(1_000_000 * rank + step))
+    seed = 1_000_000 * (rank + 7 * draw) + step
+    drawn = torch.randint(half, (model.batch,), generator=generator(seed))
     return train[rank * half + drawn]
 
 
@@ -165,7 +166,7 @@ def _adam(params: Params, grads: Params, moments: Any, step: int, lr: float) -> 
     return stepped, (first, second)
 
 
-def _trained(model: Model, method: Method, steps: int, kept: ExitStack) -> Run:
+def _trained(model: Model, method: Method, steps: int, draw: int, kept: ExitStack) -> Run:
     rank, params = dist.get_rank(), model.initial()
     zeros = fddp.tree_map(torch.zeros_like, params)
     moments, curve = (zeros, zeros), []
@@ -183,7 +184,7 @@ def _trained(model: Model, method: Method, steps: int, kept: ExitStack) -> Run:
     sleep(_SETTLING_S)  # connections that are being closed no longer count
     before, start_s = connections(), perf_counter()
     for step in range(steps):
-        grads = _gradients(model, params, _batch(model, rank, step))
+        grads = _gradients(model, params, _batch(model, rank, step, draw))
         if method.schedule is None:
             grads, state = sync.update(grads, state)
         warmth = min(1.0, (step + 1) / _WARM_UP_STEPS)
@@ -199,16 +200,16 @@ def _trained(model: Model, method: Method, steps: int, kept: ExitStack) -> Run:
     return Run(method.name, curve[-1][1], curve[-1][2], curve, seconds)
 
 
-def run_rank(case: str, steps: int) -> list[Run]:
+def run_rank(case: str, steps: int, draw: int) -> list[Run]:
     """Train with all methods of a case on this rank."""
     model, methods = CASES[case]
     with ExitStack() as kept:
-        return [_trained(model, method, steps, kept) for method in methods]
+        return [_trained(model, method, steps, draw, kept) for method in methods]
 
 
-def measured(steps: int = STEPS, case: str = "periodic") -> list[Run]:
+def measured(steps: int = STEPS, case: str = "periodic", draw: int = 0) -> list[Run]:
     """Train with all methods of a case on two processes; the results of rank 0."""
-    return launch(2, run_rank, case, steps)[0]
+    return launch(2, run_rank, case, steps, draw)[0]
 
 
 def initial() -> Params:
@@ -239,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
     parser = Parser(prog="python -m benchmarks.few_bytes", description="Loss against bytes.")
     parser.add_argument("--steps", type=whole(1), default=STEPS, metavar="N")
+    parser.add_argument(
+        "--draw", type=whole(0), default=0, metavar="N", help="number of the draw of batches"
+    )
     parser.add_argument("--case", choices=CASES, action="append", help="only this one")
     parser.add_argument("--json", type=output, metavar="PATH", help="write the results there too")
     parser.set_defaults(run=_run, parser=parser)
@@ -248,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     printer, results = Printer(args.json), {}
     for case in args.case or CASES:
-        runs = measured(args.steps, case)
+        runs = measured(args.steps, case, args.draw)
         printer.show(table(runs, CASES[case][0]))
         results[case] = [asdict(one) for one in runs]
     printer.write_text(args.json, json.dumps(results, indent=2))

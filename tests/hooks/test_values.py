@@ -327,9 +327,14 @@ class AllStagesAtOnce(Hook[Any]):
         return future
 
 
-@pytest.mark.parametrize(
-    "hook", [*LOSSY, chain(power_sgd(2), int8(4)), chain(power_sgd(3), power_sgd(1))], ids=name_of
-)
+STAGED = [
+    chain(power_sgd(2), int8(4)),
+    chain(power_sgd(3), power_sgd(1)),
+    auto([int8(16)], tolerance=1e9, every=1, smallest=1),
+]
+
+
+@pytest.mark.parametrize("hook", [*LOSSY, *STAGED], ids=name_of)
 def test_no_hook_has_more_stages_than_it_declares(hook: Hook[Any]) -> None:
     inputs = random_inputs(3, 12, 10)
     means, _ = run_leaf(AllStagesAtOnce(hook), inputs)

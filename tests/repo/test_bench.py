@@ -17,6 +17,7 @@ from benchmarks import (
     bounds,
     collectives,
     ddp_comparison,
+    few_bytes,
     fixed_cost,
     gpu,
     host_time,
@@ -236,6 +237,18 @@ def test_busy_machine_is_reported() -> None:
     assert warning(Report(2, 3, 0.5, {}, ())) == ""
     assert figures(Report(2, 3, 0.0, {"tiny": TINY}, (), quick=True)) == []
     assert "load average was 4.0 before" in warning(Report(2, 3, 4.0, {}, ()))
+
+
+def test_hooks_are_compared_by_the_bytes_that_they_send() -> None:
+    """In three steps of the transformer; a mean that is late leaves parameters as they are once."""
+    runs = few_bytes.measured(3, "hooks of a transformer")
+    ddp, *others = runs
+    sent = {run.name: ddp.sent / run.sent for run in others}
+    assert [*sent] == [method.name for method in few_bytes.HOOKS[1:]]
+    assert 6.0 < sent["4 bits"] < 7.2
+    assert sent["block_top_k(0.05)"] > 30.0
+    assert 0.9 < sent["DDP, a step late"] < 1.1
+    assert len({run.loss for run in runs}) == len(runs)
 
 
 def test_bounds() -> None:
