@@ -32,6 +32,7 @@ from fddp.hooks.choosing import sketch
 from fddp.numerics import SquaredNorms
 from tests.hooks.one_leaf import run_leaf
 from tests.support.examples import examples
+from tests.support.hook_models import Same
 from tests.support.models import same_bits
 from tests.support.ranks import RankPool
 
@@ -257,6 +258,30 @@ def test_ranks_with_no_part_in_a_step() -> None:
 
     for state in fddp.loopback(2, run):
         assert (state["step"], state["choice"], state["share"]) == (1, 0, 0.0)
+
+
+def test_hooks_know_the_weight_of_their_rank() -> None:
+    """Also behind another hook."""
+    seen: dict[int, list[float]] = {0: [], 1: []}
+
+    class Spy(Same):
+        def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+            seen[all_reduce.rank].append(bucket.weight)
+            return super().apply(state, bucket, all_reduce)
+
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(4)}
+        for hook in (Spy(), chain(Same(), Spy())):
+            with fddp.GradSync(own, group=group, hook=hook) as sync:
+                sync(own)
+                sync(own, weight=2.0 * group.rank)
+                step = sync.value_and_grad(
+                    lambda p: p["w"].sum(), weight_fn=lambda p: 3.0 + group.rank
+                )
+                step(own)
+
+    fddp.loopback(2, run)
+    assert seen == {0: [1.0, 0.0, 3.0] * 2, 1: [1.0, 2.0, 4.0] * 2}
 
 
 def test_ranks_with_other_choices_are_an_error_on_all() -> None:
