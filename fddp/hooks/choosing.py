@@ -259,12 +259,12 @@ def auto(
     the next step on. Errors of all steps are fed back, as by `error_feedback`. `hook="auto"` stands
     for `auto()`.
 
-    A measurement runs all candidates on this rank's gradients, and sums 256 numbers for each.
-    A single rank can't measure the noise, and compresses nothing.
+    A measurement runs all candidates on this rank's gradients, and sums 256 numbers for each. Step
+    0 is an exact sum. A single rank can't measure the noise, and compresses nothing.
 
     Args:
         candidates: compressors, with or without `error_feedback`, whose residual they then share.
-            Of `allreduce` there is no need.
+            `allreduce` is always one.
         tolerance: squared norm of the accepted error of the mean gradient, as a multiple of that
             of its noise.
         every: steps between measurements.
@@ -343,7 +343,8 @@ def choices_table(
             choice = state["choice"]
             name, noise = chosen.compressors[choice].name, state["noise"]
             sent = size_text(state["nbytes"][choice]) if state["share"] else "-"
-            error = f"{state['errors'][choice] / noise:.3g}" if choice else "-"
+            if choice:
+                error = f"{state['errors'][choice] / noise if noise else 0.0:.3g}"
         size = size_text(bucket.nbytes)
         rows.append((str(number), str(len(bucket.leaves)), first, last, size, name, sent, error))
     return plain_table(_HEADER, rows, (0, 1, 4, 6, 7))

@@ -260,6 +260,21 @@ def test_ranks_with_no_part_in_a_step() -> None:
         assert (state["step"], state["choice"], state["share"]) == (1, 0, 0.0)
 
 
+def test_zeros_are_sent_by_the_cheapest() -> None:
+    hook = auto([int8(16), top_k(0.01)], every=1, smallest=1)
+
+    def run(group: Any) -> Any:
+        zeros = {"w": torch.zeros(SIZE)}
+        with fddp.GradSync(zeros, group=group, hook=hook) as sync:
+            mean, state = sync.update(zeros, sync.init_state())
+            mean, state = sync.update(zeros, state)
+            return state[0]["choice"], choices_table(sync.plan, hook, state).split()[-1], mean["w"]
+
+    for choice, error, mean in fddp.loopback(2, run):
+        assert (choice, error) == (2, "0")
+        assert not mean.any()
+
+
 def test_hooks_know_the_weight_of_their_rank() -> None:
     """Also behind another hook."""
     seen: dict[int, list[float]] = {0: [], 1: []}
