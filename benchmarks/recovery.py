@@ -1,7 +1,8 @@
 """Time from `kill -9` of one of three ranks to the next mean: `python -m benchmarks.recovery`.
 
-Three ways to go on take turns: `sync.rebuild(state=...)`; the calls that it replaces, on a group
-made by hand; and gloo alone, which makes a new group of the ranks left and checks no state.
+Ways to go on take turns: `sync.rebuild(state=...)`; the calls that it replaces, on a group made by
+hand; gloo alone, which makes a new group of the ranks left and checks no state; and, from torch
+2.14 on, `torch.distributed._reconfigure` by the backend "fddp" and by gloo, without a check either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +25,10 @@ from rich.table import Table
 import fddp
 
 WAYS = ("rebuild", "five calls", "gloo alone")
+RECONFIGURE = 'backend "{}", _reconfigure'
 _PARTS = ("noticed", "went on", "step", "in all")
 _LOST, _RANKS, _STEPS = 1, 3, 5
+_BACKENDS = {"shm": "fddp", "c10d": "gloo"}
 
 
 def loss_fn(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -38,10 +41,13 @@ def run_rank(rank: int, port: int, transport: Any, way: str, answers: Any) -> No
     the kill, or those at which this rank noticed, had gone on, and had the next mean."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
     params, x = {"w": torch.zeros(1000, 100)}, torch.ones(8, 1000)
-    take = _gloo_alone if way == "gloo alone" else _with_fddp
-    times = take(rank, params, x, transport, way, lambda: _die(answers))
+    if way.endswith("_reconfigure"):
+        times = _reconfigured(rank, params, store, transport, lambda: _die(answers))
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
+        take = _gloo_alone if way == "gloo alone" else _with_fddp
+        times = take(rank, params, x, transport, way, lambda: _die(answers))
     answers.put(times)
     answers.close()
     answers.join_thread()
@@ -103,6 +109,36 @@ def _gloo_alone(
         return noticed_s, ready_s, time.perf_counter()
 
 
+def _reconfigured(
+    rank: int, params: Any, store: dist.Store, transport: str, die: Callable[[], None]
+) -> tuple[float, ...]:
+    grad, interface = torch.zeros_like(params["w"]), cast("Any", dist)
+    interface.init_process_group(
+        _BACKENDS[transport], store=store, rank=rank, world_size=_RANKS, enable_reconfigure=True
+    )
+    store.set(f"handle {rank}", interface._get_reconfigure_handle())
+    handles = [store.get(f"handle {other}").decode() for other in range(_RANKS)]
+    interface._reconfigure(0, handles).wait()
+    # A handle of gloo names the last call.
+    store.set(f"next handle {rank}", interface._get_reconfigure_handle())
+    handles = [store.get(f"next handle {other}").decode() for other in range(_RANKS)]
+    for _ in range(_STEPS):
+        dist.all_reduce(grad)
+    dist.barrier()
+    if rank == _LOST:
+        die()
+    try:
+        while True:
+            dist.all_reduce(grad)
+    except RuntimeError:
+        noticed_s = time.perf_counter()
+        left = [handle for rank, handle in enumerate(handles) if rank != _LOST]
+        interface._reconfigure(1, left).wait()
+        ready_s = time.perf_counter()
+        dist.all_reduce(grad)
+        return noticed_s, ready_s, time.perf_counter()
+
+
 def times_ms(transport: str, way: str) -> list[float]:
     """Milliseconds of the parts of one recovery, of the rank that took longest."""
     context = multiprocessing.get_context("forkserver")
@@ -131,7 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="kills of each kind (%(default)s)")
     args = parser.parse_args()
-    cases = [(transport, way) for transport in ("shm", "c10d") for way in WAYS]
+    cases = [(transport, way) for transport in _BACKENDS for way in WAYS]
+    if hasattr(dist, "_reconfigure"):
+        cases += [(transport, RECONFIGURE.format(name)) for transport, name in _BACKENDS.items()]
     rows: dict[tuple[str, str], list[list[float]]] = {case: [] for case in cases}
     for _ in track(range(args.rounds), "kills", console=Console(stderr=True)):
         for case in cases:

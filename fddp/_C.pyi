@@ -845,6 +845,44 @@ class ShmBackend(Backend):
     def staged_operations(self) -> int:
         """Number of operations whose data has passed through this rank's staging buffer."""
 
+class ReconfigurableBackend(Backend):
+    """The backend opened last for a group whose ranks may change.
+
+    Args:
+        open: called with a uuid, the handles of all ranks, and the time limits in seconds of the
+            call and of later operations; returns a backend of these ranks.
+        handle: of this rank, which begins with "fddp:".
+        rank, size: until the first one is opened.
+        timeout_s: time limit of operations, in seconds.
+    """
+
+    def __init__(
+        self,
+        open: Callable[[int, list[str], float, float], Backend],
+        handle: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+    ) -> None: ...
+    def reopen(self, uuid: int, handles: Sequence[str], timeout_s: float) -> None:
+        """Open a backend for the ranks with these handles, in place of the one opened before, whose
+        pending operations end; blocks.
+
+        Raises:
+            RuntimeError: the handles are malformed, or this rank's is not among them. The backend
+            opened before remains.
+        """
+
+    @property
+    def handle(self) -> str: ...
+    @property
+    def opened(self) -> Backend | None:
+        """Backend opened last; None before, after an error and after `abort`."""
+
+    @property
+    def options(self) -> Backend.Options:
+        """Options with the timeout of the group, as of torch's backends."""
+
 def leave_open_groups() -> None:
     """Leave all groups of backends, as `shutdown` does."""
 

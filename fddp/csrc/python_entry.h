@@ -3,6 +3,8 @@
 #include <Python.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+
 namespace fddp {
 
 // Holds the GIL for a call of Python from C++, with dynamo's frame hook off.
@@ -33,6 +35,22 @@ class PythonEntry {
 
   py::gil_scoped_acquire gil_;
   py::object hook_;
+};
+
+// Python object that may be released without the GIL.
+class SharedObject {
+ public:
+  explicit SharedObject(py::object object) : object_(std::move(object)) {}
+  ~SharedObject() {
+    const py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+  SharedObject(const SharedObject&) = delete;
+  SharedObject& operator=(const SharedObject&) = delete;
+  const py::object& get() const { return object_; }
+
+ private:
+  py::object object_;
 };
 
 }  // namespace fddp

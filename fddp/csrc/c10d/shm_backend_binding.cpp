@@ -1,6 +1,7 @@
-// Python binding of the "fddp" backend, which c10d::Backend makes usable in process groups.
+// Python bindings of the "fddp" backend, which c10d::Backend makes usable in process groups.
 
 #include "c10d/open_groups.h"
+#include "c10d/reconfigurable_backend.h"
 #include "c10d/shm_backend.h"
 #include "c10d/shm_in_place.h"
 #include "shm_ownership.h"
@@ -157,12 +158,39 @@ void bind_backend(py::module_& m) {
           "Number of operations whose data has passed through this rank's staging buffer.");
 }
 
+void bind_reconfigurable_backend(py::module_& m) {
+  py::class_<ReconfigurableBackend, c10d::Backend, c10::intrusive_ptr<ReconfigurableBackend>>(
+      m, "ReconfigurableBackend", "Backend of torch.distributed whose ranks may change.")
+      .def(
+          py::init([](py::object open, std::string handle, int rank, int size, double timeout_s) {
+            return c10::make_intrusive<ReconfigurableBackend>(
+                std::move(open), std::move(handle), rank, size, milliseconds(timeout_s));
+          }),
+          py::arg("open"), py::arg("handle"), py::arg("rank"), py::arg("size"),
+          py::arg("timeout_s"))
+      .def(
+          "reopen",
+          torch::wrap_pybind_function_no_gil([](ReconfigurableBackend& backend, int64_t uuid,
+                                                const std::vector<std::string>& handles,
+                                                double timeout_s) {
+            backend.reopen(uuid, handles, milliseconds(timeout_s));
+          }),
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout_s"),
+          "Open a backend for the ranks with these handles, in place of the one opened before.")
+      .def_property_readonly("handle", &ReconfigurableBackend::handle)
+      .def_property_readonly("opened", &ReconfigurableBackend::opened)
+      .def_property_readonly(
+          "options", [](ReconfigurableBackend& backend) { return backend.getBackendOptions(); },
+          "Options with the timeout of the group, as of torch's backends.");
+}
+
 }  // namespace
 }  // namespace fddp
 
 void bind_shm_backend(py::module_& m) {
   fddp::bind_operation(m);
   fddp::bind_backend(m);
+  fddp::bind_reconfigurable_backend(m);
   m.def(
       "leave_open_groups", &fddp::leave_open_groups,
       "Leave all groups of backends, as `shutdown` does.",

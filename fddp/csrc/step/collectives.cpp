@@ -11,22 +11,6 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-// Python object that may be released without the GIL.
-class SharedObject {
- public:
-  explicit SharedObject(py::object object) : object_(std::move(object)) {}
-  ~SharedObject() {
-    const py::gil_scoped_acquire gil;
-    object_ = py::object();
-  }
-  SharedObject(const SharedObject&) = delete;
-  SharedObject& operator=(const SharedObject&) = delete;
-  const py::object& get() const { return object_; }
-
- private:
-  py::object object_;
-};
-
 class PendingInPython : public PendingCollective {
  public:
   explicit PendingInPython(py::object work) : work_(std::move(work)) {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,16 @@ import torch.distributed as dist
 from fddp.core.protocol.differences import check_equal
 from fddp.errors import DesyncError, PeerError, RankLostError, error_text
 from fddp.native import extension
+from fddp.transport.backend.choice import (
+    ALONE,
+    BackendChoice,
+    note_choice,
+    noted_choice,
+    open_in_memory,
+    open_over_gloo,
+)
 from fddp.transport.backend.exits import leave_groups_at_exit
+from fddp.transport.backend.reconfiguration import reconfigurable_backend
 from fddp.transport.backend.store_exchange import StoreExchange, missing_error
 from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.rendezvous import connect_with_abort
@@ -25,7 +33,6 @@ from fddp.transport.liveness.interrupts import (
 )
 from fddp.transport.liveness.membership import Membership
 from fddp.transport.shm.host_discovery import discover_hosts
-from fddp.transport.shm.opening import open_shm_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,24 +40,6 @@ if TYPE_CHECKING:
     from fddp._C import ShmBackend
 
 T = TypeVar("T")
-
-_log = logging.getLogger("fddp")
-
-
-class BackendChoice(NamedTuple):
-    """The way in which the ranks of a process group communicate, the same on all of them.
-
-    Attributes:
-        name: "shm" for shared memory if all ranks share it, else "gloo".
-        reason: why this way was chosen, in a few words.
-    """
-
-    name: Literal["shm", "gloo"]
-    reason: str
-
-
-_choices: dict[str, BackendChoice] = {}
-"""By name of the process group."""
 
 
 def create_backend(options: Any, _: object = None) -> Any:
@@ -66,6 +55,14 @@ def create_backend(options: Any, _: object = None) -> Any:
         PeerError: another rank failed in its call. The next call of all ranks starts anew.
     """
     leave_groups_at_exit()
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on
+        return reconfigurable_backend(
+            options.store,
+            options.group_id,
+            options.group_rank,
+            options.group_size,
+            _seconds(options.timeout),
+        )
     if options.group_size == 1:
         return _create(options, options.store, lambda: None)
     rank, size = options.group_rank, options.group_size
@@ -122,8 +119,7 @@ def _create(options: Any, store: dist.Store, check: Callable[[], None]) -> Any:
     whole = _default_backend()
     backend: ShmBackend | dist.ProcessGroupGloo
     if size == 1:
-        backend = extension.compiled.ShmBackend.alone(timeout_s)
-        choice = BackendChoice("shm", "the group has only one rank")
+        backend, choice = extension.compiled.ShmBackend.alone(timeout_s), ALONE
     elif whole is not None and options.global_ranks_in_group:
         # The ranks have mapped each other's memory already.
         ranks = options.global_ranks_in_group
@@ -132,16 +128,19 @@ def _create(options: Any, store: dist.Store, check: Callable[[], None]) -> Any:
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
 
-        def open_in_memory(store: dist.Store) -> tuple[ShmBackend | None, BackendChoice]:
+        def discover(store: dist.Store) -> tuple[ShmBackend | None, BackendChoice]:
             exchange = StoreExchange(store, rank, size, timeout_s)
-            opened = _open_in_memory(exchange)
+            opened = open_in_memory(exchange, discover_hosts(exchange), timeout_s)
             exchange.close()
             return opened
 
-        opened, choice = _connect(options, store, check, open_in_memory)
-        backend = _gloo(options, store, timeout_s) if opened is None else opened
-    _choices[options.group_id] = choice
-    _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
+        opened, choice = _connect(options, store, check, discover)
+        if opened is None:
+            ranks = options.global_ranks_in_group or range(size)
+            backend = open_over_gloo(store, rank, ranks, options.group_id, timeout_s)
+        else:
+            backend = opened
+    note_choice(options.group_id, rank, size, choice)
     return backend
 
 
@@ -179,15 +178,19 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
         group: None for the default group.
 
     Raises:
-        ValueError: the group has another backend.
+        ValueError: the group has another backend, or is not open yet.
     """
     resolved = dist.group.WORLD if group is None else group
     if resolved is None or "fddp" not in dist.get_backend_config(resolved):
         raise ValueError(f'the group {resolved!r} does not have the backend "fddp"')
-    if resolved.group_name in _choices:
-        return _choices[resolved.group_name]
+    noted = noted_choice(resolved.group_name)
+    if noted is not None:
+        return noted
     # torch splits groups without a call of `create_backend`.
-    if isinstance(backend_of(resolved, torch.device("cpu")), dist.ProcessGroupGloo):
+    backend = backend_of(resolved, torch.device("cpu"))
+    if isinstance(backend, extension.compiled.ReconfigurableBackend):
+        raise ValueError(f"the group {resolved!r} is not open: call _reconfigure first")
+    if isinstance(backend, dist.ProcessGroupGloo):
         return BackendChoice("gloo", "it was split from a group over gloo")
     return BackendChoice("shm", "it was split from a group with shared memory")
 
@@ -225,31 +228,6 @@ def _check_present(options: Any, gone: Sequence[int]) -> None:
             "default group, or its process has ended); create a group of the remaining ranks",
             lost,
         )
-
-
-def _open_in_memory(exchange: StoreExchange) -> tuple[ShmBackend | None, BackendChoice]:
-    """Return a backend in the memory of the ranks, None if they do not all share it."""
-    size = exchange.world_size
-    everyone = tuple(range(size))
-    host_groups = discover_hosts(exchange)
-    problems = host_groups.problems
-    if host_groups.hosts == (everyone,):
-        opened = open_shm_groups(exchange, host_groups, [everyone], exchange.timeout_s)
-        if everyone in opened.everywhere:
-            reason = f"all {size} ranks share the memory of a host"
-            return opened.own[everyone], BackendChoice("shm", reason)
-        problems = {**problems, **opened.problems}
-    return None, BackendChoice("gloo", host_groups.describe(problems))
-
-
-def _gloo(options: Any, store: dist.Store, timeout_s: float) -> dist.ProcessGroupGloo:
-    rank, size = options.group_rank, options.group_size
-    store = dist.PrefixStore("gloo", store)
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    # As torch does. Gloo reads the ranks when it is split; none stand for all.
-    backend.options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(size))
-    backend.options.group_name = options.group_id
-    return backend
 
 
 def _seconds(timeout: timedelta | float) -> float:

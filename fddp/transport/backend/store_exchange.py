@@ -11,6 +11,8 @@ from fddp.core.text import counted
 from fddp.errors import SyncTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
 
 
@@ -23,9 +25,25 @@ class StoreExchange:
         timeout_s: time limit of all exchanges together, in seconds.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        *,
+        names: Sequence[str] = (),
+        call: str = "creating a process group",
+    ) -> None:
+        """Create the exchange of the ranks that use this part of a store.
+
+        Args:
+            names: of the ranks in keys, by rank; their numbers by default.
+            call: what the ranks do, for errors.
+        """
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self._store = store
+        self._store, self._call = store, call
+        self._names = names or [str(rank) for rank in range(world_size)]
         self._deadline_s = perf_counter() + timeout_s
         self._exchanges = 0
 
@@ -38,8 +56,8 @@ class StoreExchange:
         prefix = f"fddp/{self._exchanges}"
         self._exchanges += 1
         # A store's `set` takes text. The payload may have any bytes.
-        self._store.set(f"{prefix}/{self.rank}", payload.hex())
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        self._store.set(f"{prefix}/{self._names[self.rank]}", payload.hex())
+        keys = [f"{prefix}/{name}" for name in self._names]
         left_s = max(0.001, self._deadline_s - perf_counter())
         try:
             self._store.wait(keys, timedelta(seconds=left_s))
@@ -54,20 +72,24 @@ class StoreExchange:
         if self._store.add("fddp/met", 1) < self.world_size:
             return
         for number in range(self._exchanges):
-            for rank in range(self.world_size):
-                self._store.delete_key(f"fddp/{number}/{rank}")
+            for name in self._names:
+                self._store.delete_key(f"fddp/{number}/{name}")
         self._store.delete_key("fddp/met")
 
     def _missing_error(self, keys: list[str]) -> SyncTimeoutError:
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-        return missing_error(self.rank, self.world_size, missing, self.timeout_s)
+        return missing_error(self.rank, self.world_size, missing, self.timeout_s, self._call)
 
 
 def missing_error(
-    rank: int, world_size: int, missing: tuple[int, ...], timeout_s: float
+    rank: int,
+    world_size: int,
+    missing: tuple[int, ...],
+    timeout_s: float,
+    call: str = "creating a process group",
 ) -> SyncTimeoutError:
     return SyncTimeoutError(
-        f"creating a process group on rank {rank} of {world_size}: "
+        f"{call} on rank {rank} of {world_size}: "
         f"{counted(len(missing), 'rank')} did not take part within "
         f"timeout={timeout_s} s: {', '.join(map(str, missing))}",
         missing,
