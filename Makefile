@@ -130,7 +130,8 @@ disagree: $(INSTALLED)
 # All of torch's own tests of process groups, over the backend "fddp". `make test`
 # runs a sample of them.
 torch-tests: $(INSTALLED)
-	TORCH_TESTS=all $(RUN) -m pytest -m "" tests/transport/backend/test_torch_suite.py tests/repo/test_torch_suite.py
+	TORCH_TESTS=all $(RUN) -m pytest -m "" tests/transport/backend/test_torch_suite.py \
+	  tests/transport/backend/test_fault_tolerance.py tests/repo/test_torch_suite.py
 
 # SHA-256 of parameters after steps of the demo, of the examples and of 210 random trees, with the
 # collectives issued and the JSON of plans and schedules. To compare this checkout with
@@ -179,7 +180,7 @@ fuzzed-extension: $(INSTALLED)
 	$(BIN)/cmake --build $(FUZZED)/extension
 
 # Pairs of Python and torch, each in an environment of its own under build/matrix: pip install, README,
-# DDP beside torch's, and quick tests. Some gigabytes to download. Pythons come from PATH, pyenv
+# DDP beside torch's, groups whose ranks change, and quick tests. Some gigabytes to download. Pythons come from PATH, pyenv
 # and uv. No pair may fail; pairs whose Python is missing are named.
 MATRIX ?= 3.10:2.11.0 3.13:2.15.0
 matrix:

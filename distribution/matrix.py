@@ -1,4 +1,5 @@
-"""Installation, README, DDP beside torch's and quick tests in pairs of Python and torch.
+"""Installation, README, DDP beside torch's, groups whose ranks change, and quick tests in pairs of
+Python and torch.
 
 `python -m distribution.matrix 3.10:2.11.0 3.13:2.15.0` gives each pair an environment of its own
 under `build/matrix`, kept for the next run. Each is built as a user would, by `pip install`. The
@@ -29,6 +30,11 @@ EXTRAS = "demo,jax,examples,testing,viz,watch"
 README = ("tests/docs/test_readme.py", "tests/docs/test_pages.py", "-k", "loop_runs or README")
 # Calls that depend on torch's version, on processes.
 BESIDE_STOCK = ("tests/ddp/test_manual_finalization.py", "tests/ddp/test_arguments.py")
+# By torch's interface from torch 2.14 on, and with FAULT_TOLERANCE_TESTS by torch's own tests.
+RECONFIGURE = (
+    "tests/transport/backend/test_reconfiguration.py",
+    "tests/transport/backend/test_fault_tolerance.py",
+)
 QUICK = ("-m", "quick", "-n", "2", "--dist", "worksteal")
 
 
@@ -49,7 +55,7 @@ class Row:
     build_s: float = 0.0
 
 
-STEPS = ("torch", "build", "import", "README", "beside stock", "quick tests")
+STEPS = ("torch", "build", "import", "README", "beside stock", "reconfigure", "quick tests")
 
 
 def run(row: Row) -> None:
@@ -73,6 +79,7 @@ def run(row: Row) -> None:
         test = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         _step(row, "README", [*test, *README])
         _step(row, "beside stock", [*test, *BESIDE_STOCK])
+        _step(row, "reconfigure", [*test, *RECONFIGURE])
         _step(row, "quick tests", [*test, *QUICK])
 
 

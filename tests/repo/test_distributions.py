@@ -146,8 +146,8 @@ def test_matrix_ends_with_a_table() -> None:
     matrix.run(missing)
     assert [re.split(" {2,}", line) for line in matrix.table([tried, missing]).splitlines()] == [
         ["Python", "torch", *matrix.STEPS[1:], "build, s"],
-        ["3.10", "2.11.0", "failed", *["not run"] * 4, "32"],
-        ["3.99", "2.13.0", *["no such Python"] * 5, "0"],
+        ["3.10", "2.11.0", "failed", *["not run"] * 5, "32"],
+        ["3.99", "2.13.0", *["no such Python"] * 6, "0"],
     ]
     assert matrix.main(["3.99:2.13.0"]) == 1
 
