@@ -1,41 +1,45 @@
 """torch's own tests of groups whose ranks change, over the backend "fddp".
 
 `FAULT_TOLERANCE_TESTS` is the path of the file with these tests, of the version of torch that is
-installed; `FAULT_TOLERANCE_CLASS=GlooFaultToleranceTest` runs them over gloo.
+installed. `TORCH_TESTS_BACKEND=gloo` runs them over gloo.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.transport.backend.torch_suite import fault_tolerance
+from tests.support.ranks import RankPool
+from tests.transport.backend.torch_suite.fault_tolerance import (
+    EDITS,
+    RANKS,
+    edited,
+    names_of_tests,
+    run,
+)
 
-_SOURCE = os.environ.get("FAULT_TOLERANCE_TESTS", "")
-_CLASS = os.environ.get("FAULT_TOLERANCE_CLASS", fault_tolerance.CLASS)
-_FOR_NCCL = 1  # test_reconfigure_after_timeout skips itself over other backends
+_BACKEND = os.environ.get("TORCH_TESTS_BACKEND", "fddp")
+_PATH = os.environ.get("FAULT_TOLERANCE_TESTS", "")
+_NAMES = names_of_tests(Path(_PATH).read_text()) if _PATH else ["none"]
 
 
 @pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch 2.14 has added the interface")
 @pytest.mark.skipif(
-    not _SOURCE, reason="torch's wheel lacks these tests; set FAULT_TOLERANCE_TESTS to their file"
+    not _PATH, reason="torch's wheel lacks these tests: set FAULT_TOLERANCE_TESTS to their file"
 )
-@pytest.mark.timeout(1200)
-def test_torch_fault_tolerance(tmp_path: Path) -> None:
-    done = fault_tolerance.run(Path(_SOURCE), tmp_path, _CLASS)
-    assert done.returncode == 0, done.stdout
-    names = set(re.findall(r"^    def (test_\w+)\(self\):$", Path(_SOURCE).read_text(), re.M))
-    passed = set(re.findall(r"^(test_\w+) .*\.\.\. ok$", done.stdout, re.M))
-    assert len(passed) >= 10, done.stdout
-    assert len(names - passed) == _FOR_NCCL, (names - passed, done.stdout)
+@pytest.mark.parametrize("name", _NAMES)
+def test_torch_fault_tolerance(name: str, own_ranks: RankPool, tmp_path: Path) -> None:
+    outcomes = own_ranks.run(RANKS, run, name, _BACKEND, _PATH, str(tmp_path))
+    skips = [outcome for outcome in outcomes if outcome != "passed"]
+    if skips:
+        pytest.skip(skips[0])
 
 
 def test_an_edit_that_does_not_apply_is_an_error() -> None:
-    source = "".join(edit.old for edit in fault_tolerance.EDITS)
-    assert '("fddp", "cpu")' in fault_tolerance.edited(source)
+    source = "".join(edit.old for edit in EDITS)
+    assert '("fddp", "cpu")' in edited(source)
     with pytest.raises(ValueError, match="occurs 0 times in torch's tests"):
-        fault_tolerance.edited(source.replace("gloo", "mpi"))
+        edited(source.replace("gloo", "mpi"))
