@@ -32,12 +32,10 @@ from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.shm.host_discovery import HostGroups, discover_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fddp._C import ReconfigurableBackend, ShmArena, ShmBackend, ShmView
 
-_GREETING: Schema = (str, [str], optional(int))
-"""Problem of a rank, the handles that it passed, and the call that mapped its memory."""
+_GREETING: Schema = (str, str, optional(int))
+"""Problem of a rank, digest of the handles that it passed, and the call that mapped its memory."""
 
 
 class _Memory(NamedTuple):
@@ -130,7 +128,8 @@ class _Opening:
             problem = f"uuid {uuid} was already used; pass one that was not"
         memory = self._memory
         knows_all = memory is not None and {*handles} <= {self._handle, *memory.views}
-        greeting = [problem, handles, memory.uuid if memory is not None and knows_all else None]
+        digest = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
+        greeting = [problem, digest, memory.uuid if memory is not None and knows_all else None]
         texts = exchange.exchange(json.dumps(greeting).encode())
         received = decode_all(texts, lambda text: decode(text, _GREETING), "reconfigure")
         for text, *_ in received:
@@ -138,7 +137,7 @@ class _Opening:
                 raise FddpError(f"_reconfigure({uuid}) on rank {exchange.rank}: {text}")
         check_equal(
             "the digest of the handles",
-            [_digest(passed) for _, passed, _ in received],
+            [passed for _, passed, _ in received],
             "pass the same handles in the same order on all ranks",
             DesyncError,
         )
@@ -160,7 +159,3 @@ class _Opening:
         self._memory = self._memory._replace(views=kept)
         by_rank = {handles.index(handle): view for handle, view in kept.items()}
         return HostGroups((tuple(range(len(handles))),), {}, arena, by_rank)
-
-
-def _digest(handles: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
