@@ -64,8 +64,10 @@ void ReconfigurableBackend::reopen(
     backend = open_.get()(uuid, handles, seconds(timeout), seconds(options_->timeout)).cast<BackendPtr>();
   }
   const std::lock_guard lock(mutex_);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // else they are constants
   rank_ = backend->getRank();
   size_ = backend->getSize();
+#endif
   opened_ = std::move(backend);
 }
 

@@ -15,7 +15,7 @@
 namespace fddp {
 
 // Forwards its calls to the backend that it has opened last, over shared memory or gloo. Rank and size
-// are those of that backend.
+// are those of that backend; in torch before 2.14, which never changes ranks, they stay as they were.
 class ReconfigurableBackend : public c10d::Backend {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

@@ -77,8 +77,9 @@ def generated(rank: int, world_size: int, hosts: str, seed: int) -> list[str]:
             if rank in numbers:
                 # `connect_to_leader` splits by rank of the group, not by number of the job.
                 member.reopen(uuid, numbers)
-                assert member.backend.rank() == numbers.index(rank)
-                assert member.backend.size() == len(numbers)
+                opened = member.backend.opened
+                assert opened is not None
+                assert (opened.rank(), opened.size()) == (numbers.index(rank), len(numbers))
                 assert member.sum() == 10 * len(numbers) + sum(numbers), numbers
                 choice = noted_choice("tests")
                 assert choice is not None
