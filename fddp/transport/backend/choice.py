@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -80,6 +80,7 @@ def open_over_gloo(
     store = dist.PrefixStore("gloo", store)
     backend = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=timeout_s))
     # As torch does. Gloo reads the ranks when it is split; none stand for all.
-    backend.options.global_ranks_in_group = list(ranks)
-    backend.options.group_name = name
+    options: Any = backend.options
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
     return backend

@@ -40,7 +40,9 @@ class Member:
     def __init__(self, number: int, world_size: int, timeout_s: float = LONG_S) -> None:
         self.number = number
         self.store: dist.Store = distributed_c10d._get_default_store()
-        self.backend = reconfigurable_backend(self.store, "tests", number, world_size, timeout_s)
+        self.backend: Any = reconfigurable_backend(
+            self.store, "tests", number, world_size, timeout_s
+        )
         self.store.set(f"handle/{number}", self.backend.handle)
         self.handles = [self.store.get(f"handle/{other}").decode() for other in range(world_size)]
         self._meetings = 0
@@ -70,7 +72,7 @@ def generated(rank: int, world_size: int, hosts: str, seed: int) -> list[str]:
     chance = random.Random(seed)
     member = Member(rank, world_size)
     assert (member.backend.rank(), member.backend.size()) == (rank, world_size)
-    ways = []
+    ways: list[str] = []
     with split_into_hosts([[*host] for host in HOSTS[hosts]]):
         for uuid in range(12):
             numbers = chance.sample(range(world_size), chance.randint(1, world_size))
