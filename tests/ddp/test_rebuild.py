@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Linear
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
 from tests.support.endings import ending
@@ -145,6 +148,73 @@ def test_the_weight_of_a_block_is_kept() -> None:
         return means
 
     assert fddp.loopback(2, run) == [[1.75, 1.75]] * 2  # (1 + 2 + 2 + 2) / 4
+
+
+BFLOAT16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "static graph": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "mixed precision": {"mixed_precision": BFLOAT16},
+    "next report": {"report": "next"},
+    "cast": {"hook": fddp.hooks.bf16_compress},
+    "error feedback": {"hook": fddp.hooks.error_feedback(fddp.hooks.int8())},
+}
+
+
+def trained(group: Any, options: dict[str, Any], calls: list[str]) -> list[Tensor]:
+    """Parameters after six steps, of which the fourth has two micro-batches, and calls before the
+    third and within the fourth."""
+    model, optimizer = model_and_optimizer()
+    for number, param in enumerate(model.parameters()):
+        param.data = torch.randn(
+            param.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64
+        )
+    given = {key: value for key, value in options.items() if key != "hook"}
+    ddp = fddp.DistributedDataParallel(model, process_group=group, **given)
+    if "hook" in options:
+        ddp.register_comm_hook(None, options["hook"])
+    for number in range(STEPS):
+        if number == 2:
+            getattr(ddp, calls[0])()
+        optimizer.zero_grad(set_to_none=False)
+        if number == 3:
+            with ddp.no_sync():
+                ddp(data(group.rank, 100)).square().mean().backward()
+            getattr(ddp, calls[1])()
+        ddp(data(group.rank, number)).square().mean().backward()
+        ddp.check()
+        optimizer.step()
+    return [*model.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_kept(name: str) -> None:
+    """Also between micro-batches. A hook that keeps state begins anew."""
+    options = OPTIONS[name]
+    plain = fddp.loopback(2, partial(trained, options=options, calls=["check", "check"]))
+    found = fddp.loopback(2, partial(trained, options=options, calls=["rebuild", "rebuild"]))
+    assert same_bits(found)
+    if name == "error feedback":
+        for mine, theirs in zip(found[0], plain[0], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=0.05, rtol=0.0)
+    else:
+        assert same_bits([found[0], plain[0]])
+
+
+def lose_one_of_a_file(rank: int, world_size: int, folder: Path) -> Any:
+    """As `lose_one`, in a group whose store is a file."""
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return lose_one(rank, world_size)
+
+
+def test_a_killed_rank_of_a_store_in_a_file(tmp_path: Path) -> None:
+    outcomes = run_fresh(3, partial(lose_one_of_a_file, folder=tmp_path))
+    left = [outcomes[rank] for rank in (0, 2)]
+    assert [outcome.error for outcome in left] == [None, None]
+    assert same_bits([outcome.result[0] for outcome in left])
+    assert [outcome.result[3] for outcome in left] == [2.0, 2.0]
 
 
 def leave_with_buffers(rank: int, world_size: int) -> Any:
