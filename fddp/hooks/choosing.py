@@ -57,7 +57,7 @@ class Exact(Stateless):
 
 
 class AutoState(TypedDict):
-    """State of a bucket. All but `residual` is the same on all ranks.
+    """State of a bucket. All but `residual` is the same on all ranks that reduce it together.
 
     Attributes:
         residual: as in `ErrorFeedbackState`.
@@ -175,7 +175,9 @@ class Auto(Hook[AutoState]):
 
     def _chosen(self, state: AutoState, summed: Tensor) -> AutoState:
         """The state with the estimates and the choice that follow from sketches of all ranks."""
-        squares = [float(part.square().sum()) for part in summed[:-3].double().view(-1, _WIDTH)]
+        # Not by torch, whose order of additions depends on the processor: ranks could differ.
+        numbers = summed[:-3].double().view(-1, _WIDTH).tolist()
+        squares = [sum(each * each for each in part) for part in numbers]
         active, weight, total = summed[-3:].double().tolist()
         if not weight > 0.0:
             return state
@@ -200,7 +202,11 @@ class Auto(Hook[AutoState]):
 
 
 class _Tally(AllReduce):
-    """Collectives among copies of this rank, which count the bytes that a rank sends in a ring."""
+    """Collectives without the other ranks, which count the bytes that a rank sends in a ring.
+
+    Values of this rank stand for those of others: a sum is that of one rank, and the rows that
+    arrive are those that it would have sent, so that sums of them are of different values.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -294,6 +300,8 @@ def auto(
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {number!r}")
     compressors: list[Compressor[Any]] = [Exact()]
+    if isinstance(candidates, (Hook, str)):
+        raise TypeError(f"candidates must be a sequence of compressors, got {candidates!r}")
     for hook in candidates:
         own = hook.compressor if isinstance(hook, ErrorFeedback) else hook
         if isinstance(own, Plain):
@@ -322,7 +330,7 @@ def choices_table(
 
     `sent` is in bytes a rank and step, "-" before the first measurement; `error` is the squared
     norm of the error of the mean, as a multiple of that of its noise in the last step that was
-    measured. The same on all ranks.
+    measured. The same on all ranks; with "hierarchical", on those at the same place in their host.
 
     Args:
         plan: the plan of the buckets, `sync.plan`.
@@ -331,10 +339,16 @@ def choices_table(
 
     Raises:
         TypeError: the hook is not one of `auto`.
+        ValueError: the states are not those of the plan.
     """
     chosen = named_hook(hook)
     if not isinstance(chosen, Auto):
         raise TypeError(f"hook must be a result of fddp.hooks.auto, got {hook!r}")
+    if len(states) != len(plan.buckets):
+        raise ValueError(
+            f"states must have one for each of the {len(plan.buckets)} buckets of the plan, got "
+            f"{len(states)}; pass those of a GradSync with sync.plan"
+        )
     rows = []
     for number, (bucket, state) in enumerate(zip(plan.buckets, states, strict=True)):
         first, last = (plan.paths[bucket.leaves[i]] for i in (0, -1))

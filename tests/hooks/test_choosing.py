@@ -28,7 +28,8 @@ from fddp.hooks import (
     power_sgd,
     top_k,
 )
-from fddp.hooks.choosing import sketch
+from fddp.hooks.choosing import Auto, sketch
+from fddp.hooks.hook import BucketSpec
 from fddp.numerics import SquaredNorms
 from tests.hooks.one_leaf import run_leaf
 from tests.support.examples import examples
@@ -117,6 +118,32 @@ def test_estimates_are_those_of_the_gradients(weights: tuple[float, ...]) -> Non
 def _later(state: Any, step: int) -> Any:
     """The first state, as before another step, which has other signs."""
     return tuple({**part, "step": step} for part in state)
+
+
+def test_estimates_do_not_depend_on_the_processor() -> None:
+    """torch adds in an order that does: squares are added from the first to the last."""
+    hook = auto([int8(16)])
+    assert isinstance(hook, Auto)
+    spec = BucketSpec(
+        index=0,
+        count=1,
+        is_last=True,
+        numel=SIZE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        paths=("w",),
+        shapes=((SIZE,),),
+        strides=((1,),),
+        offsets=(0,),
+    )
+    for seed in range(10):
+        parts = torch.randn(2, 256, generator=torch.Generator().manual_seed(seed))
+        summed = torch.cat([parts.view(-1), torch.tensor([2.0, 2.0, 900.0])])
+        mean, error = (sum(x * x for x in part) / 4.0 for part in parts.tolist())
+        norms = SquaredNorms(math.nan, 900.0, mean, 2, 2.0)
+        state = hook._chosen(hook.init(spec), summed)
+        assert (state["variance"], state["signal"]) == (norms.variance, norms.signal)
+        assert state["errors"] == (0.0, error)
 
 
 # Choices
@@ -433,6 +460,10 @@ def test_candidates() -> None:
         auto([chain(int8(), bf16_compress)])
     with pytest.raises(TypeError, match=r"hook must be a result of fddp.hooks.auto, got Int8"):
         choices_table(fddp.plan_buckets({"w": torch.ones(4)}), int8(), [])
+    with pytest.raises(ValueError, match=r"one for each of the 1 buckets of the plan, got 0"):
+        choices_table(fddp.plan_buckets({"w": torch.ones(4)}), "auto", [])
+    with pytest.raises(TypeError, match=r"a sequence of compressors, got Int8"):
+        auto(int8())  # type: ignore[arg-type]
 
 
 def test_the_table_names_what_each_bucket_is_reduced_by() -> None:
