@@ -128,7 +128,8 @@ class Auto(Hook[AutoState]):
         fed_back: ErrorFeedbackState[Any] = {"residual": state["residual"], "inner": inner[choice]}
         reduction = ErrorFeedback(self.compressors[choice]).apply(fed_back, bucket, all_reduce)
         sketches, nbytes = None, state["nbytes"]
-        if bucket.spec.numel >= self.smallest and is_measured(state["step"], self.every):
+        can_measure = bucket.spec.numel >= self.smallest and all_reduce.world_size > 1
+        if can_measure and is_measured(state["step"], self.every):
             own, nbytes = self._measured(state, bucket, all_reduce)
             sketches = all_reduce(own)
 
@@ -294,8 +295,8 @@ def auto(
         bucket  leaves  first leaf  last leaf       size  hook                 sent   error
              0       1  w           w          19.53 KiB  Int4(block=64)  2.754 KiB  0.0151
     """
-    if not tolerance >= 0.0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance!r}")
+    if not isinstance(tolerance, (int, float)) or not tolerance >= 0.0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}")
     for name, number in (("every", every), ("smallest", smallest)):
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {number!r}")

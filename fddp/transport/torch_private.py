@@ -87,7 +87,8 @@ def destroy(group: dist.ProcessGroup) -> None:
     torch looks up the group by the name that the group itself knows, and raises after it has
     destroyed one of a class written in Python, which knows none.
     """
-    name = distributed_c10d._world.pg_names.get(group)
+    names = distributed_c10d._world.pg_names
+    name = names.get(group)
     try:
         dist.destroy_process_group(group)
     except RuntimeError:

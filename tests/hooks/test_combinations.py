@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -192,9 +193,10 @@ def sum_unlike(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_operations_that_differ_between_hosts(ranks: RankPool) -> None:
-    """Ranks of the same place within their host compare them; the others lose these ranks."""
+    """Ranks of the same place within their host compare them; the others lose one of these ranks,
+    or both."""
     ends = ranks.run(4, sum_unlike)
     assert [kind for kind, _ in ends] == ["RankLostError", "DesyncError"] * 2
     both = "is all_reduce of torch.float32 (8,) on rank 1 and all_reduce of torch.float32 (9,) on"
     assert [both in text for _, text in ends] == [False, True] * 2
-    assert all("lost rank 1, rank 3" in text for _, text in ends[::2])
+    assert all(re.search(r"lost rank (1, rank 3|[13])\b", text) for _, text in ends[::2])

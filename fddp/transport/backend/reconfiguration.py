@@ -34,8 +34,8 @@ from fddp.transport.shm.host_discovery import HostGroups, discover_hosts
 if TYPE_CHECKING:
     from fddp._C import ReconfigurableBackend, ShmArena, ShmBackend, ShmView
 
-_GREETING: Schema = (str, str, optional(int))
-"""Problem of a rank, digest of the handles that it passed, and the call that mapped its memory."""
+_GREETING: Schema = (str, optional(int))
+"""Digest of the handles that a rank passed, and the call that mapped its memory."""
 
 
 class _Memory(NamedTuple):
@@ -86,18 +86,25 @@ class _Opening:
             group_timeout_s: time limit of operations, in seconds.
 
         Raises:
-            FddpError: the uuid was used before; on all ranks.
+            FddpError: the uuid was used before; on all ranks that have used it.
             DesyncError: the ranks passed different handles, or one sent a malformed message.
             SyncTimeoutError: some ranks did not make the call in time.
         """
         rank, size = handles.index(self._handle), len(handles)
         store = dist.PrefixStore(f"reconfigure/{uuid}", self._store)
+        # Not by a message, since those of the call before may still be there.
+        used = store.add(f"claims/{self._handle}", 1) > 1
+        if store.add("claims", 1) > size or used:
+            raise FddpError(
+                f"_reconfigure({uuid}) on rank {rank}: uuid {uuid} was already used; pass one that "
+                f"was not"
+            )
 
         def meet(store: dist.Store) -> tuple[ShmBackend | None, BackendChoice]:
             exchange = StoreExchange(
                 store, rank, size, timeout_s, names=handles, call=f"_reconfigure({uuid})"
             )
-            mapped_by = self._greet(exchange, store, uuid, handles)
+            mapped_by = self._greet(exchange, handles)
             if size == 1:
                 exchange.close()
                 return extension.compiled.ShmBackend.alone(group_timeout_s), ALONE
@@ -118,30 +125,22 @@ class _Opening:
         note_choice(self._name, rank, size, choice)
         return backend
 
-    def _greet(
-        self, exchange: StoreExchange, store: dist.Store, uuid: int, handles: list[str]
-    ) -> int | None:
+    def _greet(self, exchange: StoreExchange, handles: list[str]) -> int | None:
         """Check that all ranks make the same call. Return the uuid of the call in which all of them
         have mapped each other's memory; None if there is none."""
-        problem = ""
-        if exchange.rank == 0 and store.add("claims", 1) > 1:
-            problem = f"uuid {uuid} was already used; pass one that was not"
         memory = self._memory
         knows_all = memory is not None and {*handles} <= {self._handle, *memory.views}
         digest = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
-        greeting = [problem, digest, memory.uuid if memory is not None and knows_all else None]
+        greeting = [digest, memory.uuid if memory is not None and knows_all else None]
         texts = exchange.exchange(json.dumps(greeting).encode())
         received = decode_all(texts, lambda text: decode(text, _GREETING), "reconfigure")
-        for text, *_ in received:
-            if text:
-                raise FddpError(f"_reconfigure({uuid}) on rank {exchange.rank}: {text}")
         check_equal(
             "the digest of the handles",
-            [passed for _, passed, _ in received],
+            [passed for passed, _ in received],
             "pass the same handles in the same order on all ranks",
             DesyncError,
         )
-        mapped = {by for *_, by in received}
+        mapped = {by for _, by in received}
         return mapped.pop() if len(mapped) == 1 else None
 
     def _keep(self, uuid: int, handles: list[str], found: HostGroups) -> None:
