@@ -61,8 +61,9 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             if position >= 0:
                 _refuse(call, leaves[position], position)
         if call.program.place.size == 1:  # meets no other rank: copies, without a collective
-            if call.communicator.world_size == 1 and call.communicator.requests.asked:
-                call.communicator.requests.agree()
+            requests = call.communicator.requests
+            if call.communicator.world_size == 1 and requests.asked:
+                requests.agree()
             copies: list[Any] = [None] * len(leaves)
             for bucket in call.program.fused_buckets:
                 _unpack(call, bucket, _pack(call, bucket, leaves), copies)

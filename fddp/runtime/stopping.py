@@ -12,7 +12,7 @@ class Stopping:
     Attributes:
         asked: True once this rank has asked. What it sends with each step or operator says so from
             then on.
-        agreed: True once any rank's had a request: on all ranks from the same step on.
+        agreed: True once some rank has asked: on all ranks from the same step on.
     """
 
     asked: bool = False

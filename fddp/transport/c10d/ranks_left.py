@@ -138,12 +138,11 @@ def hold(group: dist.ProcessGroup, user: object) -> None:
         _users[group].add(user)
 
 
-def drop(reference: weakref.ref[Any], user: object) -> None:
+def drop(group: dist.ProcessGroup, user: object) -> None:
     """Destroy a group that `group_left` made, unless something else may go on from it; see [Note:
     groups of rebuilds]. Not a collective call."""
-    group = reference()
-    users = None if group is None else _users.get(group)
-    if group is None or users is None:
+    users = _users.get(group)
+    if users is None:
         return
     users.discard(user)
     if not users and group in process_groups():

@@ -138,7 +138,7 @@ class C10dTransport(Transport):
         self._in_memory: dict[tuple[int, ...], ShmCommunicator] = {}
         self._works = _IssuedWorks()
         self._is_abandoned = False
-        # What `group_left` has returned.
+        # Groups that `group_left` has returned, of which a later call may replace an earlier one's.
         self._left: list[weakref.ref[dist.ProcessGroup]] = []
         # Devices on which the communicators are connected, those of later groups at once.
         self._devices: list[torch.device] = []
@@ -513,7 +513,9 @@ class C10dTransport(Transport):
 
     def drop_groups(self) -> None:
         for reference in (self._group, *self._left):
-            drop(reference, self)
+            group = reference()
+            if group is not None:
+                drop(group, self)
 
     def announce_leave(self) -> None:
         announce_leave(self._existing_group())
