@@ -409,9 +409,10 @@ def pack_bucket_(
     return Packed(peak, sources, squares)
 
 
-def weighted_squares(squares: Tensor, scale: WeightScale, weight: float) -> Tensor:
-    """Return the squared norms of gradients times their weight, from those of packed ones."""
-    return squares / (scale.before(1.0) ** 2 * weight)
+def divisor_of_squares(scale: WeightScale, weight: float) -> float:
+    """Return the factor of squared norms of packed gradients over those of gradients times their
+    weight, which is positive."""
+    return scale.before(1.0) ** 2 * weight
 
 
 def _may_overflow(source: Contributions, program: Program, bucket: int, scale: WeightScale) -> bool:

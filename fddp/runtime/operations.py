@@ -267,7 +267,7 @@ def _write(step: Step, buffer: Tensor, position: int) -> Packed:
         sums_squares=step.measures_squares and op.when == "always",
     )
     if packed.squares is not None:
-        step.note_squares(op.bucket, packed.squares)
+        step.squares[op.bucket] = packed.squares
     if step.earlier is None:
         return packed
     return packed._replace(peak=step.earlier.close(op.bucket, buffer, packed.peak))

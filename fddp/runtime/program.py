@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from fddp.core.numerics.overflow import max_safe_magnitude
@@ -24,8 +23,6 @@ from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from fddp._C import BucketMembers, BucketPacking, LeafTypes
 
 # Gradients of at least this size are packed as they arrive, while they are in the cache and so that
@@ -109,22 +106,21 @@ class Program:
         return tuple(dict.fromkeys(self.noise))
 
     @cached_property
-    def group_numbers(self) -> tuple[npt.NDArray[np.intp], ...]:
+    def group_numbers(self) -> tuple[tuple[int, ...], ...]:
         """For each bucket, the number of the group of each leaf."""
         number = {name: k for k, name in enumerate(self.groups)}
         group_of = dict(zip(self.plan.reduced, self.noise, strict=True))
-        buckets = self.plan.buckets
-        return tuple(np.array([number[group_of[i]] for i in b.leaves], np.intp) for b in buckets)
+        return tuple(tuple(number[group_of[i]] for i in b.leaves) for b in self.plan.buckets)
 
     def by_group(self, squares: Mapping[int, torch.Tensor]) -> list[float]:
         """Add numbers of leaves, given by bucket, to one for each group, in the order of the plan.
         Waits for devices other than the CPU."""
-        totals = np.zeros(len(self.groups))
+        totals = [0.0] * len(self.groups)
         for bucket, numbers in enumerate(self.group_numbers):
             if bucket in squares:
-                own = squares[bucket].cpu().double().numpy()
-                totals += np.bincount(numbers, weights=own, minlength=len(totals))
-        return [float(total) for total in totals]
+                for number, square in zip(numbers, squares[bucket].tolist(), strict=True):
+                    totals[number] += square
+        return totals
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:

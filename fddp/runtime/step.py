@@ -44,7 +44,7 @@ from fddp.runtime.contributions import (
     BackwardPrediction,
     Contributions,
     WeightedGradients,
-    weighted_squares,
+    divisor_of_squares,
 )
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_sums import HookSums
@@ -229,8 +229,7 @@ class Step:
 
     @cached_property
     def squares(self) -> dict[int, Tensor]:
-        """By bucket, for each leaf the squared norm of this rank's gradient times its weight; empty
-        unless these are measured."""
+        """By bucket, for each leaf the squared norm of what was packed; empty unless measured."""
         return {}
 
     @cached_property
@@ -380,20 +379,16 @@ class Step:
         elif source.leaf_set is not None:
             self.executor.pack_counted(source.leaf_set, self.scale.before(source.own_weight))
 
-    def note_squares(self, bucket: int, packed: Tensor) -> None:
-        """Note the sums of squares of a packed bucket, by leaf."""
-        if self.source.weight == 0.0:
-            return
-        own = weighted_squares(packed, self.scale, self.source.weight)
-        if self.earlier is not None:
-            own = self.earlier.squares.get(bucket, 0.0) + own
-        self.squares[bucket] = own
-
     @cached_property
     def own_squares(self) -> list[float]:
         """For each group of leaves, the squared norm of this rank's gradient times its weight,
         once all buckets are packed. Waits for devices other than the CPU."""
-        return self.program.by_group(self.squares)
+        weight = self.source.weight
+        totals = self.program.by_group({} if self.earlier is None else self.earlier.squares)
+        if weight == 0.0:
+            return totals
+        divisor, own = divisor_of_squares(self.scale, weight), self.program.by_group(self.squares)
+        return [total + square / divisor for total, square in zip(totals, own, strict=True)]
 
     def memory(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket, taken from the pool at the first call."""

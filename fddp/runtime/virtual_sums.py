@@ -21,8 +21,8 @@ from fddp.native.layout import views
 from fddp.runtime.contributions import (
     Contributions,
     WeightedGradients,
+    divisor_of_squares,
     pack_bucket_,
-    weighted_squares,
 )
 from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
@@ -162,7 +162,7 @@ class VirtualSums:
         bound = extension.compiled.add_bounds(self._peaks[bucket.index], packed.peak)
         self._peaks[bucket.index] = bound
         if packed.squares is not None and contributions.weight > 0.0:
-            own = weighted_squares(packed.squares, self.program.scale, contributions.weight)
+            own = packed.squares / divisor_of_squares(self.program.scale, contributions.weight)
             self.squares[bucket.index] = self.squares.get(bucket.index, 0.0) + own
 
     def _memory(self, bucket: BucketProgram) -> Tensor:

@@ -187,44 +187,87 @@ struct StatsLoop {
   }
 };
 
-// Sum of squares of a block of at most SquareSum<T>::kBlock values, with a relative error of at most
-// 2^-20. It is added up in float, as conversion to double takes as long as the copy itself, in lanes
-// that do not depend on the vector width of the machine. A block whose squares leave the range of
-// float is summed again in double.
-template <class T>
-FDDP_INLINE double block_squares(const T* values, int64_t count) {
-  constexpr int64_t kBlock = SquareSum<T>::kBlock;
-  if constexpr (!std::is_same_v<T, double>) {
-    constexpr int64_t kWidth = 8, kLanes = 4 * kWidth;
-    using Floats [[gnu::vector_size(kWidth * sizeof(float))]] = float;
-    float wide[kBlock];
-    const void* memory = values;
-    int64_t padded = count;
-    if (!std::is_same_v<T, float> || count % kLanes != 0) {
-      for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>(values[i]);
-      while (padded % kLanes != 0) wide[padded++] = 0;
-      memory = wide;
-    }
-    const auto* const first = static_cast<const float*>(memory);
-    // In variables of their own, as a compiler may keep an array in memory.
+// Lanes in which the squares of a block are summed in float, as conversion to double takes as long as
+// the copy itself. They do not depend on the vector width of the machine.
+class FloatLanes {
+ public:
+  static constexpr int64_t kWidth = 8;
+  static constexpr int64_t kLanes = 4 * kWidth;
+  using Floats [[gnu::vector_size(kWidth * sizeof(float))]] = float;
+
+  // Sum the squares of `count` values, a multiple of kLanes. `next(i, values)` gives those from i on.
+  template <class Next>
+  static FDDP_INLINE float sum_squares(int64_t count, const Next& next) {
     Floats s0 = {}, s1 = {}, s2 = {}, s3 = {};
-    for (int64_t i = 0; i < padded; i += kLanes) {
+    FDDP_ROLLED
+    for (int64_t i = 0; i < count; i += kLanes) {
       Floats p0, p1, p2, p3;
-      std::memcpy(&p0, first + i, sizeof p0);
-      std::memcpy(&p1, first + i + kWidth, sizeof p1);
-      std::memcpy(&p2, first + i + 2 * kWidth, sizeof p2);
-      std::memcpy(&p3, first + i + 3 * kWidth, sizeof p3);
+      next(i, p0);
+      next(i + kWidth, p1);
+      next(i + 2 * kWidth, p2);
+      next(i + 3 * kWidth, p3);
       s0 += p0 * p0, s1 += p1 * p1, s2 += p2 * p2, s3 += p3 * p3;
     }
     const Floats lanes = (s0 + s1) + (s2 + s3);
-    const float sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-    // Squares below the least normal number lose bits, or are flushed to zero.
-    constexpr float kLeast = kBlock * std::numeric_limits<float>::min() / std::numeric_limits<float>::epsilon();
-    if (sum >= kLeast && sum <= std::numeric_limits<float>::max()) return sum;
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
   }
-  SquareSum<T> sum;
-  sum.add(values, count);
-  return sum.total();
+};
+
+// Return the sum of squares of a block of at most SquareSum<T>::kBlock values, of which that in
+// FloatLanes is `sum`: the relative error is at most 2^-20, as a block whose squares leave the range
+// of float is summed again.
+template <class T>
+FDDP_INLINE double checked_squares(float sum, const T* values, int64_t count) {
+  // Squares below the least normal number lose bits, or are flushed to zero.
+  constexpr float kLeast =
+      SquareSum<T>::kBlock * std::numeric_limits<float>::min() / std::numeric_limits<float>::epsilon();
+  if (sum >= kLeast && sum <= std::numeric_limits<float>::max()) return sum;
+  SquareSum<T> exact;
+  exact.add(values, count);
+  return exact.total();
+}
+
+template <class T>
+FDDP_INLINE double block_squares(const T* values, int64_t count) {
+  if constexpr (std::is_same_v<T, double>) {
+    SquareSum<T> sum;
+    sum.add(values, count);
+    return sum.total();
+  } else {
+    float wide[SquareSum<T>::kBlock];
+    for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>(values[i]);
+    int64_t padded = count;
+    while (padded % FloatLanes::kLanes != 0) wide[padded++] = 0;
+    const float sum = FloatLanes::sum_squares(padded, [&wide](int64_t i, FloatLanes::Floats& next) {
+      std::memcpy(&next, wide + i, sizeof next);
+    });
+    return checked_squares(sum, values, count);
+  }
+}
+
+// Copy and sum the squares of a whole block of floats in one pass.
+template <class Store>
+FDDP_INLINE Copied copy_block(const float* source, float* target, float factor) {
+  constexpr int64_t kBlock = SquareSum<float>::kBlock;
+  using Bits [[gnu::vector_size(sizeof(FloatLanes::Floats))]] = int32_t;
+  Bits max_bits = {};
+  const float sum = FloatLanes::sum_squares(kBlock, [&](int64_t i, FloatLanes::Floats& next) {
+    std::memcpy(&next, source + i, sizeof next);
+    Bits bits;
+    std::memcpy(&bits, &next, sizeof bits);
+    bits &= 0x7fffffff;  // as in abs_bits
+    max_bits = bits > max_bits ? bits : max_bits;
+    next *= factor;
+    if constexpr (std::is_same_v<Store, Add>) {
+      FloatLanes::Floats earlier;
+      std::memcpy(&earlier, target + i, sizeof earlier);
+      next += earlier;
+    }
+    if constexpr (!std::is_same_v<Store, Discard>) std::memcpy(target + i, &next, sizeof next);
+  });
+  int32_t peak = 0;
+  for (int64_t lane = 0; lane < FloatLanes::kWidth; ++lane) peak = std::max(peak, max_bits[lane]);
+  return {from_abs_bits<float>(peak), checked_squares(sum, target, kBlock)};
 }
 
 // CopyLoop that also sums squares, of blocks that are in the cache.
@@ -235,11 +278,20 @@ struct SquaresLoop {
     const auto* const source = static_cast<const Source*>(from);
     auto* const target = static_cast<Target*>(to);
     Copied found;
-    for (int64_t begin = 0; begin < count; begin += kBlock) {
-      const int64_t size = std::min(kBlock, count - begin);
-      const Copied copied = CopyLoop<Source, Target, Store>::run(source + begin, target + begin, size, scale);
+    const auto note = [&found](const Copied& copied) {
       found.amax = std::max(found.amax, copied.amax);
-      found.sq_norm += block_squares(target + begin, size);
+      found.sq_norm += copied.sq_norm;
+    };
+    int64_t begin = 0;
+    if constexpr (std::is_same_v<Source, float> && std::is_same_v<Target, float>) {
+      const auto factor = static_cast<float>(scale);
+      for (; begin + kBlock <= count; begin += kBlock) note(copy_block<Store>(source + begin, target + begin, factor));
+    }
+    for (; begin < count; begin += kBlock) {
+      const int64_t size = std::min(kBlock, count - begin);
+      Copied copied = CopyLoop<Source, Target, Store>::run(source + begin, target + begin, size, scale);
+      copied.sq_norm = block_squares(target + begin, size);
+      note(copied);
     }
     return found;
   }
