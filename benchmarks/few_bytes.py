@@ -204,7 +204,9 @@ def run_rank(case: str, steps: int, draw: int) -> list[Run]:
     """Train with all methods of a case on this rank."""
     model, methods = CASES[case]
     with ExitStack() as kept:
-        return [_trained(model, method, steps, draw, kept) for method in methods]
+        runs = [_trained(model, method, steps, draw, kept) for method in methods]
+        dist.barrier()  # a peer that closes its connections ends those counted here
+    return runs
 
 
 def measured(steps: int = STEPS, case: str = "periodic", draw: int = 0) -> list[Run]:
