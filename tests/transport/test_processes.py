@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +29,16 @@ def test_a_socket_proves_a_process() -> None:
     assert not processes.has_ended(found, processes.look_at(found))
     listener.close()
     assert process_behind(listener.name) is None, "its end proves nothing"
+
+
+def test_a_process_that_exits_is_marked_by_the_kernel() -> None:
+    """From the start of its end, which takes long where much memory is freed, until it is reaped."""
+    assert not processes.look_at(processes.Process(os.getpid())).exiting
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.look_at(processes.Process(child.pid)).exiting
+    child.wait()
+    assert not processes.look_at(processes.Process(child.pid)).exists
 
 
 def test_a_process_of_another_namespace_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ inline constexpr char kForkedError[] = "a group cannot be used in a forked proce
 inline constexpr uint64_t kMaxBytes = uint64_t{1} << 46;
 
 // Maximum sleep between two liveness checks of peers.
-inline constexpr auto kSleepInterval = std::chrono::milliseconds(20);
+inline constexpr auto kSleepInterval = std::chrono::milliseconds(5);
 
 // Cause of the end of a group.
 struct Failure {

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from fddp.transport.shm.fd_passing import connect
 
 _MAX_LINE_CHARS = 200  # longer lines are malformed
-_STATE, _BEGAN, _STACK = 0, 19, 25  # fields of /proc/PID/stat after the name of the program
+_STATE, _FLAGS, _BEGAN, _STACK = 0, 6, 19, 25  # fields of /proc/PID/stat after the program's name
+_EXITING = 0x4  # a flag: the kernel frees its memory, which takes longer than the rest of its end
 
 
 class Process(NamedTuple):
@@ -41,6 +42,7 @@ class Look(NamedTuple):
     state: str = ""  # "" if unknown, as are the others
     began: int = 0
     stack: int = 0
+    exiting: bool = False
 
 
 def has_ended(seen: Process, now: Look) -> bool:
@@ -50,8 +52,10 @@ def has_ended(seen: Process, now: Look) -> bool:
     >>> alive = Look(True, "S", 900, 77)
     >>> [has_ended(seen, now) for now in (alive, Look(False), alive._replace(state="Z"))]
     [False, True, True]
-    >>> [has_ended(seen, now) for now in (alive._replace(began=5), alive._replace(stack=5))]
+    >>> [has_ended(seen, alive._replace(**now)) for now in ({"began": 5}, {"stack": 5})]
     [True, True]
+    >>> has_ended(seen, alive._replace(exiting=True))
+    True
     >>> has_ended(seen, Look(True)), has_ended(Process(17), alive)
     (False, False)
     """
@@ -60,7 +64,7 @@ def has_ended(seen: Process, now: Look) -> bool:
     if not (seen.began and now.began):
         return False  # unknown
     is_replaced = 0 not in (now.stack, seen.stack) and now.stack != seen.stack
-    return now.state in "ZX" or now.began != seen.began or is_replaced
+    return now.exiting or now.state in "ZX" or now.began != seen.began or is_replaced
 
 
 def is_stopped(seen: Process, now: Look) -> bool:
@@ -91,7 +95,8 @@ def look_at(process: Process) -> Look:
             return Look(True)
         text = Path(f"/proc/{process.pid}/stat").read_text()
         fields = text.rpartition(")")[2].split()
-        return Look(True, fields[_STATE], int(fields[_BEGAN]), int(fields[_STACK]))
+        exiting = bool(int(fields[_FLAGS]) & _EXITING)
+        return Look(True, fields[_STATE], int(fields[_BEGAN]), int(fields[_STACK]), exiting)
     except (OSError, ValueError, IndexError):
         return Look(True)
 

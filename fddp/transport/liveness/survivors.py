@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.bounded_store import BoundedStore
 
 _STOP = b"stop"
-_LONGEST_PAUSE_S = 0.01  # between two polls
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0005, 0.01  # between two polls
 _FIRST_LOOK_S = 0.005  # between the first two looks for lost ranks
 
 
@@ -96,7 +96,7 @@ def _await_outcome(
 ) -> set[int]:
     """Wait for the outcome of an attempt, or write it. Adds to `lost`, and returns the ranks that
     did not come and are not lost."""
-    next_look_s, pause_s = 0.0, 0.0005
+    next_look_s, begin_s = 0.0, time.perf_counter()
     looks_s = _FIRST_LOOK_S  # a process that was killed may take some time to end
     absent = members - {own}
     while not attempt.check(["outcome"]):
@@ -112,6 +112,6 @@ def _await_outcome(
             next_look_s = time.perf_counter() + looks_s
             looks_s = min(2 * looks_s, CHECK_INTERVAL_S)
         else:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = max(_PAUSE_SHARE * (now_s - begin_s), _SHORTEST_PAUSE_S)
+            time.sleep(min(pause_s, _LONGEST_PAUSE_S))
     return absent
