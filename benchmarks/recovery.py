@@ -142,7 +142,7 @@ def _reconfigured(
 def times_ms(transport: str, way: str) -> list[float]:
     """Milliseconds of the parts of one recovery, of the rank that took longest."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.recovery"])
+    context.set_forkserver_preload(["fddp"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.Queue()
     ranks = [
