@@ -19,9 +19,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,15 +35,14 @@ from fddp.errors import (
     TransformError,
     error_text,
 )
-from fddp.native import extension
 from fddp.native.executor import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.bootstrap import Bootstrap, KeptCommunicator, bootstrap_of
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec, PendingWorks
-from fddp.transport.c10d.gloo import GlooCommunicator
+from fddp.transport.c10d.communicators import new_communicators
 from fddp.transport.c10d.group_probe import GroupProbe
 from fddp.transport.c10d.host_memory import HostMemory
-from fddp.transport.c10d.nccl import NcclBackends, NcclCommunicator, shared_backends
+from fddp.transport.c10d.nccl import NcclBackends, shared_backends
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.c10d.ranks_left import (
     announce_leave,
@@ -54,7 +52,7 @@ from fddp.transport.c10d.ranks_left import (
     hold,
     ranks_leaving,
 )
-from fddp.transport.c10d.rendezvous import call_with_checks, connect_with_abort
+from fddp.transport.c10d.rendezvous import call_with_checks
 from fddp.transport.c10d.shared_memory import ShmCommunicator
 from fddp.transport.group_backend import backend_of
 from fddp.transport.lifetime import threads
@@ -72,7 +70,7 @@ from fddp.transport.liveness.interrupts import (
     is_of_this_rank,
 )
 from fddp.transport.liveness.membership import Membership
-from fddp.transport.torch_private import destroy, process_groups, store_of
+from fddp.transport.torch_private import process_groups, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -408,7 +406,7 @@ class C10dTransport(Transport):
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
             try:
-                connected = self._new_communicators(spec, backends)
+                connected = new_communicators(spec, backends, self._nccl, self._generation)
             except RuntimeError as error:
                 if is_of_this_rank(error):
                     self.end_opening(error)
@@ -419,28 +417,6 @@ class C10dTransport(Transport):
             wait = self.status.waits
             if wait is not None and wait.what == what:
                 self.status.finish(what)
-
-    def _new_communicators(
-        self, spec: CommunicatorSpec, backends: dict[str, str]
-    ) -> dict[str, Communicator]:
-        """Create one communicator for each distinct backend; return them by device type."""
-        makers: dict[str, Callable[[CommunicatorSpec], Communicator]] = {
-            "fddp": _new_fddp_communicator,
-            "gloo": GlooCommunicator,
-            "nccl": partial(
-                NcclCommunicator,
-                backends=self._nccl,
-                generation=self._generation,
-                device_type=next((d for d, name in backends.items() if name == "nccl"), ""),
-            ),
-        }
-        names = dict.fromkeys(backends.values())
-        by_name = {name: makers[name](spec) for name in names if name in makers}
-        others = {device: name for device, name in backends.items() if name not in makers}
-        if others:
-            config = ",".join(f"{device}:{name}" for device, name in others.items())
-            by_name |= dict.fromkeys(others.values(), _GroupCommunicator(spec, config))
-        return {device: by_name[name] for device, name in backends.items()}
 
     def native_collectives(self) -> NativeCollectives:
         communicator = self._in_memory.get(self._everyone)
@@ -752,68 +728,3 @@ def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
     return float(timeout.total_seconds())
-
-
-# Communicators of some ranks, one for each device
-
-
-def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
-    backend = backend_of(spec.group, torch.device("cpu"))
-    if not isinstance(backend, extension.compiled.ShmBackend):
-        return GlooCommunicator(spec)  # the ranks do not share memory
-    part, _ = connect_with_abort(
-        lambda store: backend.split(store, spec.ranks, spec.timeout_s),
-        spec.store,
-        spec.timeout_s,
-        spec.check_peers,
-    )
-    return ShmCommunicator(part, spec.rank, spec.ranks, of_all_hosts=True)
-
-
-class _GroupCommunicator(Communicator):
-    """Any other backend, through `new_group`, a collective call of all members."""
-
-    _uses_streams = True
-    _scatters = True  # False once it is known that the backend has no reduce-scatter
-
-    def __init__(self, spec: CommunicatorSpec, backend: str) -> None:
-        members = dist.get_process_group_ranks(spec.group)
-        group = dist.new_group(
-            [members[rank] for rank in spec.ranks],
-            timeout=timedelta(seconds=spec.timeout_s),
-            backend=backend,
-            use_local_synchronization=len(spec.ranks) < dist.get_world_size(),
-        )
-        super().__init__(group, spec.rank, spec.ranks)
-
-    def connect(self, device: torch.device) -> None:
-        """As in the base class, by a mean of the numbers of the ranks. It shows whether the backend
-        divides sums."""
-        mean = torch.full((1,), float(self._place), device=device)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        try:
-            self.backend.allreduce([mean], options).wait()
-        except (RuntimeError, ValueError):  # on all ranks, before anything is sent
-            return
-        self._averages = mean.item() == (len(self._ranks) - 1) / 2
-
-    def _reduce_scatter(self, operation: Operation) -> PendingWorks:
-        if operation.tree is None and operation.tensor.device.type != "cpu" and self._scatters:
-            try:
-                return self._scatter(operation)
-            except RuntimeError as error:  # on all ranks, before anything is sent
-                if not _is_unsupported(error):
-                    raise
-                self._scatters = False
-        return super()._reduce_scatter(operation)
-
-    def _end(self, backend: Any, *, failed: bool) -> None:
-        if backend in process_groups():
-            destroy(backend)
-
-
-def _is_unsupported(error: RuntimeError) -> bool:
-    """Return True if a backend reports that it has no such operation."""
-    texts = ("not support", "not implement", "missing implementation")
-    return isinstance(error, NotImplementedError) or any(text in str(error) for text in texts)
