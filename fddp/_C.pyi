@@ -545,6 +545,7 @@ class StepProgram:
         limb_bits: int,
         limbs: int,
         defers_report: bool,
+        compared: int,
         word_title: str,
     ) -> None: ...
 

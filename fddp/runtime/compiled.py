@@ -79,7 +79,7 @@ class CompiledProgram:
         )
         # Start of the fingerprints of steps, equal on all ranks with this program.
         self.seed = zlib.crc32(schedule.shared_digest.encode())
-        self._words: dict[Method, RegularWord] = {}
+        self._words: dict[tuple[Method, bool], RegularWord] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -118,6 +118,7 @@ class CompiledProgram:
             limb_bits=program.control.limb_bits,
             limbs=program.control.fields["fingerprint"].stop,
             defers_report=program.defers_report,
+            compared=word.fields["squares"].start,
             word_title=f"fddp::all_reduce control word: {_size(word.size, word.format)}",
         )
 
@@ -176,10 +177,11 @@ class CompiledProgram:
         axes = tuple(name for name, _ in topology.axes)
         return op.kind == "all_reduce" and op.axes == axes and op.region.buffer != "repair"
 
-    def regular_word(self, method: Method) -> RegularWord:
+    def regular_word(self, method: Method, *, with_squares: bool = False) -> RegularWord:
         """Return the control word of a rank that contributes all gradients with weight 1, with the
-        report of the sum of such words."""
-        found = self._words.get(method)
+        report of the sum of such words. `with_squares`: it has measured squared norms, which are
+        zero here."""
+        found = self._words.get((method, with_squares))
         if found is None:
             layout, ranks = self.program.control, self.program.schedule.topology.world_size
             word = ControlWord(
@@ -188,10 +190,12 @@ class CompiledProgram:
                 used=[True] * layout.leaves,
                 late=[False] * layout.buckets,
                 method=method,
+                squares=[0.0] * layout.groups if with_squares else (),
             )
             vector = encode(layout, word)
             report = decode(layout, vector * ranks, fingerprint=0, world_size=ranks)
-            found = self._words[method] = RegularWord(torch.from_numpy(vector), report)
+            found = RegularWord(torch.from_numpy(vector), report)
+            self._words[method, with_squares] = found
         return found
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +29,14 @@ import torch
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
-from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
+from fddp.core.protocol.control_word import (
+    ControlReport,
+    ControlWord,
+    decode,
+    encode,
+    read_squares,
+    write_squares,
+)
 from fddp.core.protocol.launch import TraceAction
 from fddp.core.schedule.schedule import summands
 from fddp.core.text import leaf_text
@@ -184,6 +192,9 @@ def write_word(step: Step) -> Tensor | None:
     if step.regular is not None:
         used, late = step.source.used(step.program), step.source.late(step.program)
         if all(used) and not any(late) and not step.executor.may_overflow:
+            if step.measures_squares:
+                word = step.regular.vector.numpy()
+                write_squares(step.program.control, word, step.own_squares)
             return None
         step.leave_regular()
     if step.code.hook is not None:
@@ -192,15 +203,15 @@ def write_word(step: Step) -> Tensor | None:
         step.fail(*failure)
     if step.program.defers_report and (error := _unfit_error(step)) is not None:
         step.fail(error)
-    word = torch.from_numpy(_own_word(step))
+    own = torch.from_numpy(_own_word(step))
     schedule = step.program.schedule
     carrier = schedule.ops[schedule.control].bucket
     if carrier < 0:
-        return word.to(step.transport.control_device)
+        return own.to(step.transport.control_device)
     bucket = step.program.buckets[carrier]
     if carrier in step.idle:  # the bucket is left out, and the word travels alone
-        return word.to(step.devices[bucket.device])
-    return step.memory(carrier)[bucket.padded_numel :].copy_(word)
+        return own.to(step.devices[bucket.device])
+    return step.memory(carrier)[bucket.padded_numel :].copy_(own)
 
 
 def _unfit_error(step: Step) -> FddpError | None:
@@ -284,15 +295,17 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
     Returns:
         The late buckets, and True if nothing has to be repaired and results need no factor.
     """
+    word, layout = step.executor.word(), step.program.control
+    if word is None:
+        raise InternalError("the control word was read before it was written")
     if is_regular and step.regular is not None:
         report = step.regular.report
+        if report.measured:
+            report = replace(report, squares=read_squares(layout, word.numpy()))
         step.take_report(report)
     else:
-        word = step.executor.word()
-        if word is None:
-            raise InternalError("the control word was read before it was written")
         report = decode(
-            step.program.control,
+            layout,
             word.cpu().numpy(),
             fingerprint=step.fingerprint,
             world_size=summands(step.program.schedule),

@@ -365,10 +365,13 @@ class Step:
             return
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
-        is_unusual = self.idle or has_order or self.asks_stop or self.measures_squares
+        is_unusual = self.idle or has_order or self.asks_stop
         is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
-            self.regular = code.regular_word(self.method)
+            measures = self.measures_squares
+            self.regular = code.regular_word(self.method, with_squares=measures)
+            if measures:  # they are written into it
+                self.regular = self.regular._replace(vector=self.regular.vector.clone())
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)
         if self.record_time or self.check is not None or not code.packs_natively:
             return

@@ -369,6 +369,7 @@ def test_a_list_without_operations_after_the_report_reads_it() -> None:
         limb_bits=0,
         limbs=1,
         defers_report=False,
+        compared=0,
         word_title="sum",
     )
     called: list[str] = []

@@ -32,7 +32,7 @@ def test_a_socket_proves_a_process() -> None:
 
 
 def test_a_process_that_exits_is_marked_by_the_kernel() -> None:
-    """From the start of its end, which takes long where much memory is freed, until it is reaped."""
+    """From the start of its end, which takes long if much memory is freed, until it is reaped."""
     assert not processes.look_at(processes.Process(os.getpid())).exiting
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

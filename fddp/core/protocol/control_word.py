@@ -222,9 +222,21 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         vector[seats] = np.arange(1, len(word.order) + 1)
     if len(word.squares):
         vector[fields["measured"]] = 1.0
-        with np.errstate(over="ignore"):  # infinity in float32
-            vector[fields["squares"]] = word.squares
+        write_squares(layout, vector, word.squares)
     return vector
+
+
+def write_squares(
+    layout: ControlLayout, vector: npt.NDArray[np.floating[Any]], squares: Sequence[float]
+) -> None:
+    """Write squared norms into the summand of a rank that has measured them."""
+    with np.errstate(over="ignore"):  # infinity in float32
+        vector[layout.fields["squares"]] = squares
+
+
+def read_squares(layout: ControlLayout, total: npt.NDArray[np.floating[Any]]) -> tuple[float, ...]:
+    """Return the sums of squared norms by group of leaves."""
+    return tuple(total[layout.fields["squares"]].tolist())
 
 
 def decode(
@@ -272,7 +284,7 @@ def decode(
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),
         order=tuple(order),
         measured=int(total[fields["measured"]].sum()),
-        squares=tuple(total[fields["squares"]].tolist()),
+        squares=read_squares(layout, total),
     )
 
 

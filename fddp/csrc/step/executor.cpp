@@ -397,7 +397,7 @@ bool Executor::is_sum_of_regular_words() const {
     std::vector<Number> own(static_cast<size_t>(regular_.numel()));
     write_values(own.data(), regular_, *program_, fingerprint_);
     const auto* const found = static_cast<const Number*>(word_.const_data_ptr());
-    for (size_t i = 0; i < own.size(); ++i) {
+    for (int64_t i = 0; i < program_->compared; ++i) {
       if (found[i] != own[i] * static_cast<Number>(program_->world_size)) return false;
     }
     return true;
@@ -518,15 +518,16 @@ void bind_executor(py::module_& m) {
   py::class_<StepProgram, std::shared_ptr<StepProgram>>(m, "StepProgram")
       .def(py::init([](std::vector<Instr> instrs, std::vector<StepBucket> buckets, int64_t leaves,
                        int64_t last_bucket, int64_t summed_word, int64_t world_size, bool average, bool has_views,
-                       int64_t limb_bits, int64_t limbs, bool defers_report, std::string word_title) {
+                       int64_t limb_bits, int64_t limbs, bool defers_report, int64_t compared,
+                       std::string word_title) {
              return std::make_shared<StepProgram>(StepProgram{std::move(instrs), std::move(buckets), leaves,
                                                               last_bucket, summed_word, world_size, average, has_views,
-                                                              defers_report, limb_bits, limbs,
+                                                              defers_report, limb_bits, limbs, compared,
                                                               std::move(word_title)});
            }),
            py::arg("instrs"), py::arg("buckets"), py::arg("leaves"), py::arg("last_bucket"), py::arg("summed_word"),
            py::arg("world_size"), py::arg("average"), py::arg("has_views"), py::arg("limb_bits"), py::arg("limbs"),
-           py::arg("defers_report"), py::arg("word_title"));
+           py::arg("defers_report"), py::arg("compared"), py::arg("word_title"));
   py::class_<StepCalls, std::shared_ptr<StepCalls>>(m, "StepCalls")
       .def(py::init([](py::object run, py::object fail_pack, py::object write_word, py::object read_report) {
              return std::make_shared<StepCalls>(StepCalls{std::move(run), std::move(fail_pack), std::move(write_word),
