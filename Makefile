@@ -69,6 +69,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
 	$(RUN) -m benchmarks.fixed_cost --json $(BENCH)/fixed_cost.json
 	$(RUN) -m benchmarks.host_time --json $(BENCH)/host_time.json
+	$(RUN) -m benchmarks.noise --json $(BENCH)/noise.json
 	$(RUN) -m benchmarks.virtual_ranks --json $(BENCH)/virtual_ranks.json
 	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
@@ -80,7 +81,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.few_bytes
 	$(RUN) -m benchmarks.recovery
 	$(RUN) -m benchmarks.stragglers --json $(BENCH)/stragglers.json
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost host_time virtual_ranks packing functional jax_trees stragglers))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost host_time noise virtual_ranks packing functional jax_trees stragglers))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu

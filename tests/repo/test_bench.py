@@ -22,6 +22,7 @@ from benchmarks import (
     gpu,
     host_time,
     memory,
+    noise,
     packing,
     per_parameter,
     transports,
@@ -461,6 +462,13 @@ def _virtual_ranks() -> None:
     assert figure.bound == 1.3
 
 
+def _noise() -> None:
+    results = noise.run_rank(2, [_tiny()])
+    (figure,) = noise.figures(results)
+    assert figure.case == "tiny"
+    assert [len(own.rounds_s) for own in results["tiny"].values()] == [2, 2]
+
+
 def _operators() -> None:
     results = functional.run_rank(2, (2,))
     titles = ["300 leaves of 2 x 2, shm", "300 leaves of 2 x 2, c10d"]
@@ -484,6 +492,7 @@ RUNS = {
     "device": (_device, 1),
     "fixed_cost": (_fixed_cost, 2),
     "memory": (_peak_memory, 2),
+    "noise": (_noise, 2),
     "operators": (_operators, 2),
     "per_parameter": (_cost_of_a_parameter, 1),
     "transports": (_transports, 2),
