@@ -149,12 +149,13 @@ def drop(group: dist.ProcessGroup, user: object) -> None:
         destroy(group)
 
 
-def announce_leave(group: dist.ProcessGroup) -> None:
-    """Note in the store that this rank will not be among those that are left of a group."""
+def announce_leave(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Note in the store that this rank will not be among those that are left of a group. It leaves
+    without an error even if the store, or this process, gets no processor for some seconds."""
     first = first_of(group)
     own = first.numbers[dist.get_rank(group)]
     with _as_lost(f"rank {own} leaves, and {_SILENT}"):
-        _store(group, first).set(f"leaving/{own}", "")
+        _store(group, first).within(timeout_s).set(f"leaving/{own}", "")
 
 
 def ranks_leaving(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -494,7 +494,7 @@ class C10dTransport(Transport):
                 drop(group, self)
 
     def announce_leave(self) -> None:
-        announce_leave(self._existing_group())
+        announce_leave(self._existing_group(), self.timeout_s)
 
     def ranks_leaving(self) -> tuple[int, ...]:
         return ranks_leaving(self._existing_group())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_END_S = 1.0  # time limit for joining all threads
+_END_S = 5.0  # time limit for joining all threads; they end at once, if they get a processor
 _LOOK_S = 0.05  # between two looks at a thread that starts
 
 
