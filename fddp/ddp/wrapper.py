@@ -770,7 +770,9 @@ class DistributedDataParallel(_parallel.DistributedDataParallel):  # type: ignor
     @entrance
     def leave(self) -> None:
         """Take one more step on this rank, and none after it. As `GradSync.leave`: the next forward
-        pass of the others raises `RankLostError` before it begins, and `rebuild` goes on."""
+        pass of the others raises `RankLostError` before it begins, and `rebuild` goes on. Not
+        within `join`, whose block then ends with errors: this rank can't shadow the others' steps.
+        """
         self.steps.engine.leave()
 
     @entrance

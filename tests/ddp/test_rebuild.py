@@ -236,3 +236,27 @@ def test_forward_passes_after_a_leave() -> None:
     assert (other.error, left.error) == (None, None)
     assert all("left after the last step, as announced" in text for text in other.result)
     assert all("ClosedError" in text and "this rank has left" in text for text in left.result)
+
+
+def leave_within_join(rank: int, world_size: int) -> str:
+    ddp = fddp.DistributedDataParallel(Linear(3, 2))
+
+    def train() -> None:
+        with ddp.join():
+            for number in range(2 + rank):
+                if number == 1 and rank == 0:
+                    ddp.leave()
+                ddp(torch.ones(4, 3)).sum().backward()
+
+    with pytest.raises(fddp.FddpError) as caught:
+        train()
+    return f"{caught.type.__name__} {caught.value}"
+
+
+def test_a_leave_within_join_ends_the_blocks_of_all_ranks() -> None:
+    left, other = run_fresh(2, leave_within_join)
+    assert (left.error, other.error) == (None, None)
+    assert "ClosedError" in left.result
+    assert "this rank has left" in left.result
+    assert "RankLostError" in other.result
+    assert "rank 0 left after the last step" in other.result
