@@ -109,3 +109,11 @@ def test_bits_are_compared_with_those_of_a_run_without_losses() -> None:
 def test_a_step_has_the_same_ranks_on_all() -> None:
     fewer = [{**entry, "size": 1} if entry["number"] == 6 else entry for entry in GOOD]
     assert problems(KILLED, run(fewer), {}) == ["step 6 was taken by [1, 2] ranks"]
+
+
+def test_a_step_that_a_killed_rank_alone_has_finished_is_lost_with_it() -> None:
+    ahead = log(1, 2, 3, at3="other")[:-1]
+    assert problems(KILLED, run(GOOD)._replace(logs=[GOOD, ahead, GOOD]), {}) == []
+    two = log(*range(1, 9), at3="other")
+    found = problems(KILLED, run(GOOD)._replace(logs=[two, ahead, GOOD]), {})
+    assert found == ["states of step 3 differ between ranks [0, 2]"]

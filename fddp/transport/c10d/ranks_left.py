@@ -58,6 +58,7 @@ _SILENT = (
     "the group's store does not answer, so the rank or agent that hosts it is stopped or gone: "
     "resume it"
 )
+_MAKING_S, _MAKING_S_PER_RANK = 10.0, 0.1  # longest that ranks try to make a group
 _firsts: weakref.WeakKeyDictionary[Any, FirstGroup] = weakref.WeakKeyDictionary()
 # By group that `group_left` made, what may go on from it.
 _users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -117,13 +118,15 @@ def group_left(
             )
 
     ranks = [first.members[number] for number in left]
-    name, limit = f"{first.name}, left by {attempt}", timedelta(seconds=timeout_s)
+    # A rank of another host that has ended is noticed by the next agreement alone.
+    making_s = min(timeout_s, _MAKING_S + _MAKING_S_PER_RANK * len(ranks))
+    name, limit = f"{first.name}, left by {attempt}", timedelta(seconds=making_s)
     with _as_lost(
         f"rank {own} could not make a group of ranks {', '.join(map(str, left))}; call again"
     ):
         # gloo waits for its ranks until its time limit, whatever happens to them.
         make = partial(new_named_group, group, ranks, name, limit)
-        made: dist.ProcessGroup = call_with_checks(make, timeout_s, check)
+        made: dist.ProcessGroup = call_with_checks(make, making_s, check)
     for device in made._device_types:
         backend_of(made, device).set_timeout(timedelta(seconds=group_timeout_s))
     _firsts[made] = first._replace(numbers=left)

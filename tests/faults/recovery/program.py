@@ -63,6 +63,7 @@ def main(scenario: Scenario, rank: int, host: str, port: int, path: str) -> int:
     try:
         with apart:
             (_train_module if scenario.way == "module" else _train)(scenario, losses, log)
+        dist.destroy_process_group()  # else its threads may outlive the interpreter
     except BaseException:
         log("crash", text=traceback.format_exc())
         return 1

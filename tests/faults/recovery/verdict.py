@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +32,21 @@ def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> li
     digests: dict[int, dict[str, int]] = {}  # first rank with each, by number of steps
     sizes: dict[int, dict[int, int]] = {}
     lost = {loss.rank: loss for loss in scenario.losses}
+    killed_ranks = {rank for rank, loss in lost.items() if loss.after_s >= 0.0}
+    taken = Counter(
+        (entry["number"], entry["digest"])
+        for log in run.logs
+        for entry in log
+        if entry["what"] == "step"
+    )
     for rank, (log, exitcode) in enumerate(zip(run.logs, run.exitcodes, strict=True)):
         number = 0
         for entry in log:
             what = entry["what"]
+            # A step that one rank alone has finished is lost with that rank.
+            is_lost = rank in killed_ranks and entry is log[-1] and what == "step"
+            if is_lost and taken[entry["number"], entry["digest"]] == 1:
+                continue
             if what == "crash":
                 found.append(f"rank {rank} raised: {entry['text']}")
             if what == "took" and entry["seconds"] > PROMPT_S:
@@ -50,11 +62,10 @@ def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> li
                 if entry["digest"]:
                     digests.setdefault(number, {}).setdefault(entry["digest"], rank)
         last = log[-1]["what"] if log else "nothing"
-        killed = rank in lost and lost[rank].after_s >= 0.0
         ends = ("left", "end") if rank in lost else ("end",)
         if exitcode is None:
             found.append(f"rank {rank} hung after {last!r} at step {number}")
-        elif not killed and (exitcode != 0 or last not in ends):
+        elif rank not in killed_ranks and (exitcode != 0 or last not in ends):
             found.append(f"rank {rank} ended by {exitcode} after {last!r} at step {number}")
         elif last == "end" and number != STEPS:
             found.append(f"rank {rank} ended at step {number} of {STEPS}")
