@@ -22,7 +22,7 @@ from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 
-_MODELS = ("mlp", "transformer")
+_MODELS = tuple(WORKLOADS[name] for name in ("mlp", "transformer"))
 _TURNS, _WARM_UP = 12, 4
 _INFO, _NOISE = "with info", "with noise"
 _BOUND = 1.01
@@ -31,15 +31,15 @@ _BOUND = 1.01
 def main() -> None:
     """Measures and prints; about two minutes."""
     args = options(__doc__, rounds=12).parse_args()
-    results = launch(2, run_rank, args.rounds, [WORKLOADS[name] for name in _MODELS])[0]
+    results = launch(2, run_rank, args.rounds)[0]
     publish([_table(results)], figures(results), {"rounds_s": rounds_s(results)}, args.json)
 
 
-def run_rank(rounds: int, workloads: Sequence[Workload]) -> dict[str, dict[str, Series]]:
+def run_rank(rounds: int, models: Sequence[Workload] = _MODELS) -> dict[str, dict[str, Series]]:
     """Times by model and contestant."""
     results = {}
     with Stages(shown=dist.get_rank() == 0) as stages:
-        for about in workloads:
+        for about in models:
             stages.begin(about.title, rounds)
             times: dict[str, list[float]] = {_INFO: [], _NOISE: []}
             for number in range(rounds):
