@@ -17,6 +17,7 @@ transport, and those of a hook after the control word, or whose collectives are 
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
@@ -391,6 +392,8 @@ class Step:
         if weight == 0.0:
             return totals
         divisor, own = divisor_of_squares(self.scale, weight), self.program.by_group(self.squares)
+        if divisor == 0.0:  # of a weight near the smallest number
+            return [math.nan] * len(totals)
         return [total + square / divisor for total, square in zip(totals, own, strict=True)]
 
     def memory(self, bucket: int) -> Tensor:

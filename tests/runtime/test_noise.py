@@ -354,3 +354,18 @@ def test_the_estimate_is_that_of_a_problem_with_known_noise(rank: int, world_siz
     assert noise.scale == pytest.approx(variance / signal, rel=0.05)  # samples
     fddp.check_replicas({"noise": torch.tensor(noise)})
     assert pickle.loads(pickle.dumps(noise)) == noise
+
+
+def test_a_weight_near_the_smallest_number_has_no_norms() -> None:
+    def train(group: Any) -> float:
+        with fddp.GradSync({"w": torch.zeros(3)}, group=group, noise=True) as sync:
+            step = sync.value_and_grad(
+                lambda p, x: (p["w"] * x).sum(),
+                weight_fn=lambda p, x: 5e-324 if group.rank == 0 else 1.0,
+                with_info=True,
+            )
+            _, grads, info = step({"w": torch.ones(3)}, torch.ones(3))
+            assert grads["w"].tolist() == [1.0, 1.0, 1.0]
+            return info.squared_norms["all"].total
+
+    assert all(math.isnan(total) for total in fddp.loopback(2, train))

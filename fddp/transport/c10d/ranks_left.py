@@ -58,6 +58,7 @@ _SILENT = (
     "the group's store does not answer, so the rank or agent that hosts it is stopped or gone: "
     "resume it"
 )
+_ANNOUNCING_S = 10.0  # limit of a request that nobody waits for
 _MAKING_S, _MAKING_S_PER_RANK = 10.0, 0.1  # longest that ranks try to make a group
 _firsts: weakref.WeakKeyDictionary[Any, FirstGroup] = weakref.WeakKeyDictionary()
 # By group that `group_left` made, what may go on from it.
@@ -153,12 +154,11 @@ def drop(group: dist.ProcessGroup, user: object) -> None:
 
 
 def announce_leave(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Note in the store that this rank will not be among those that are left of a group. It leaves
-    without an error even if the store, or this process, gets no processor for some seconds."""
+    """Note in the store that this rank will not be among those that are left of a group."""
     first = first_of(group)
     own = first.numbers[dist.get_rank(group)]
     with _as_lost(f"rank {own} leaves, and {_SILENT}"):
-        _store(group, first).within(timeout_s).set(f"leaving/{own}", "")
+        _store(group, first).within(min(timeout_s, _ANNOUNCING_S)).set(f"leaving/{own}", "")
 
 
 def ranks_leaving(group: dist.ProcessGroup) -> tuple[int, ...]:

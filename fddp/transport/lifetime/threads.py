@@ -4,7 +4,7 @@
 through that function, which ends the process with SIGABRT instead of its own exit code. Threads
 that call such functions are started here. Before the interpreter ends they are stopped and joined,
 with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
-store is not joined: it does not return to the interpreter while the store is silent.
+store outlasts the limit: it does not return to the interpreter while the store is silent.
 
 This is done by a `weakref.finalize`. Finalizers are called by an `atexit` handler that `import
 torch` registers. Handlers are called in reverse order, so those of callers, which may close
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_END_S = 5.0  # time limit for joining all threads; they end at once, if they get a processor
+_END_S = 5.0  # time limit for joining all threads, also of a process that hardly gets to run
 _LOOK_S = 0.05  # between two looks at a thread that starts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,27 +32,29 @@ def problems(scenario: Scenario, run: Run, undisturbed: Mapping[int, str]) -> li
     sizes: dict[int, dict[int, int]] = {}
     lost = {loss.rank: loss for loss in scenario.losses}
     killed_ranks = {rank for rank, loss in lost.items() if loss.after_s >= 0.0}
-    taken = Counter(
-        (entry["number"], entry["digest"])
-        for log in run.logs
+    # Steps that those left have taken again, as only killed ranks had finished them.
+    again = {
+        entry["number"] + 1
+        for rank, log in enumerate(run.logs)
         for entry in log
-        if entry["what"] == "step"
-    )
+        if rank not in killed_ranks and entry["what"] == "rebuilt"
+    }
     for rank, (log, exitcode) in enumerate(zip(run.logs, run.exitcodes, strict=True)):
         number = 0
         for entry in log:
             what = entry["what"]
-            # A step that one rank alone has finished is lost with that rank.
-            is_lost = rank in killed_ranks and entry is log[-1] and what == "step"
-            if is_lost and taken[entry["number"], entry["digest"]] == 1:
-                continue
             if what == "crash":
                 found.append(f"rank {rank} raised: {entry['text']}")
             if what == "took" and entry["seconds"] > PROMPT_S:
                 found.append(f"rank {rank} rebuilt for {entry['seconds']:.1f} s")
+            if what == "step" and entry["number"] != number + 1:
+                found.append(f"rank {rank} went from step {number} to {entry['number']}")
+            is_lost = rank in killed_ranks and what == "step" and entry is log[-1]
+            if is_lost and entry["number"] in again:
+                if undisturbed.get(entry["number"], entry["digest"]) != entry["digest"]:
+                    found.append(f"rank {rank} has other bits in its last step")
+                continue
             if what == "step":
-                if entry["number"] != number + 1:
-                    found.append(f"rank {rank} went from step {number} to {entry['number']}")
                 sizes.setdefault(entry["number"], {}).setdefault(entry["size"], rank)
             if what == "rebuilt" and entry["number"] < number:
                 found.append(f"rank {rank} fell back from step {number} to {entry['number']}")
