@@ -179,8 +179,8 @@ class CompiledProgram:
 
     def regular_word(self, method: Method, *, with_squares: bool = False) -> RegularWord:
         """Return the control word of a rank that contributes all gradients with weight 1, with the
-        report of the sum of such words. `with_squares`: it has measured squared norms, which are
-        zero here."""
+        report of the sum of such words. `with_squares`: it has measured squared norms, and gets a
+        word of its own to write them into."""
         found = self._words.get((method, with_squares))
         if found is None:
             layout, ranks = self.program.control, self.program.schedule.topology.world_size
@@ -196,7 +196,7 @@ class CompiledProgram:
             report = decode(layout, vector * ranks, fingerprint=0, world_size=ranks)
             found = RegularWord(torch.from_numpy(vector), report)
             self._words[method, with_squares] = found
-        return found
+        return found._replace(vector=found.vector.clone()) if with_squares else found
 
 
 def _size(numel: int, dtype: str) -> str:

@@ -193,8 +193,8 @@ def write_word(step: Step) -> Tensor | None:
         used, late = step.source.used(step.program), step.source.late(step.program)
         if all(used) and not any(late) and not step.executor.may_overflow:
             if step.measures_squares:
-                word = step.regular.vector.numpy()
-                write_squares(step.program.control, word, step.own_squares)
+                vector = step.regular.vector
+                write_squares(step.program.control, vector.numpy(), step.own_squares)
             return None
         step.leave_regular()
     if step.code.hook is not None:
@@ -203,15 +203,15 @@ def write_word(step: Step) -> Tensor | None:
         step.fail(*failure)
     if step.program.defers_report and (error := _unfit_error(step)) is not None:
         step.fail(error)
-    own = torch.from_numpy(_own_word(step))
+    word = torch.from_numpy(_own_word(step))
     schedule = step.program.schedule
     carrier = schedule.ops[schedule.control].bucket
     if carrier < 0:
-        return own.to(step.transport.control_device)
+        return word.to(step.transport.control_device)
     bucket = step.program.buckets[carrier]
     if carrier in step.idle:  # the bucket is left out, and the word travels alone
-        return own.to(step.devices[bucket.device])
-    return step.memory(carrier)[bucket.padded_numel :].copy_(own)
+        return word.to(step.devices[bucket.device])
+    return step.memory(carrier)[bucket.padded_numel :].copy_(word)
 
 
 def _unfit_error(step: Step) -> FddpError | None:
@@ -295,18 +295,16 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
     Returns:
         The late buckets, and True if nothing has to be repaired and results need no factor.
     """
-    word, layout = step.executor.word(), step.program.control
-    if word is None:
-        raise InternalError("the control word was read before it was written")
+    layout = step.program.control
     if is_regular and step.regular is not None:
         report = step.regular.report
         if report.measured:
-            report = replace(report, squares=read_squares(layout, word.numpy()))
+            report = replace(report, squares=read_squares(layout, _summed_word(step)))
         step.take_report(report)
     else:
         report = decode(
             layout,
-            word.cpu().numpy(),
+            _summed_word(step),
             fingerprint=step.fingerprint,
             world_size=summands(step.program.schedule),
         )
@@ -318,6 +316,14 @@ def read_report(step: Step, is_regular: bool) -> tuple[Sequence[int], bool]:
     if step.check is not None:
         step.check.on_report(report, step.sources)
     return report.late, step.after == 1.0 and not report.late
+
+
+def _summed_word(step: Step) -> npt.NDArray[np.floating[Any]]:
+    word = step.executor.word()
+    if word is None:
+        raise InternalError("the control word was read before it was written")
+    summed: npt.NDArray[np.floating[Any]] = word.cpu().numpy()
+    return summed
 
 
 @cache

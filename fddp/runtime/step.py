@@ -369,10 +369,7 @@ class Step:
         is_unusual = self.idle or has_order or self.asks_stop
         is_usual = source.weight == 1.0 and self.has_next and not is_unusual
         if is_usual and code.has_regular_words:
-            measures = self.measures_squares
-            self.regular = code.regular_word(self.method, with_squares=measures)
-            if measures:  # they are written into it
-                self.regular = self.regular._replace(vector=self.regular.vector.clone())
+            self.regular = code.regular_word(self.method, with_squares=self.measures_squares)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)
         if self.record_time or self.check is not None or not code.packs_natively:
             return

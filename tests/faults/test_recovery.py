@@ -112,9 +112,8 @@ def test_a_step_has_the_same_ranks_on_all() -> None:
 
 
 def test_a_step_that_killed_ranks_alone_have_finished_is_taken_again() -> None:
-    ahead, again = log(1, 2, 3, at3="other")[:-1], log(1, 2, 2, *range(3, 9), rebuilt=2)
-    later = [again[0], again[1], *again[2:]]
-    found = problems(KILLED, run(GOOD)._replace(logs=[later, ahead, later]), {})
+    ahead, again = log(1, 2, 3, at3="other")[:-1], log(*range(1, 9), rebuilt=2)
+    found = problems(KILLED, run(GOOD)._replace(logs=[again, ahead, again]), {})
     assert found == []
     found = problems(KILLED, run(GOOD)._replace(logs=[GOOD, ahead, GOOD]), {})
     assert found == ["states of step 3 differ between ranks [0, 1]"]

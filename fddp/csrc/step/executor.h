@@ -90,7 +90,7 @@ struct StepProgram {
   bool defers_report;    // no instruction needs the report, which `settle` reads
   int64_t limb_bits;     // of the fingerprint in the control word; 0 if it is one element
   int64_t limbs;         // elements of the fingerprint
-  int64_t compared;        // elements of the control word before squared norms, which differ by rank
+  int64_t compared;      // elements of the control word before squared norms, which differ by rank
   std::string word_title;  // of the sum of control words that travel alone, in a profile
 };
 
