@@ -338,6 +338,7 @@ def _answer(call: _Call, store: dist.Store) -> _Answer:
             world_size=call.world_size,
             timeout=timedelta(seconds=60),
         )
+        torch.manual_seed(0)  # alike on all ranks, whichever calls some of them had before
         result = call.fn(call.rank, call.world_size, *call.args)
         pickle.dumps(result)
     except BaseException:

@@ -3,6 +3,7 @@
 #include "c10d/shm_backend.h"
 #include "c10d/shm_errors.h"
 #include "c10d/shm_work.h"
+#include "shm_ownership.h"
 
 #include <algorithm>
 #include <set>
@@ -19,6 +20,11 @@ ReconfigurableBackend::ReconfigurableBackend(
       handle_(std::move(handle)),
       options_(c10::make_intrusive<Options>("fddp", timeout)) {
   init();
+}
+
+ReconfigurableBackend::~ReconfigurableBackend() {
+  // gloo's destructor joins threads that release tensors, which may need the GIL.
+  without_gil([this] { opened_.reset(); });
 }
 
 ReconfigurableBackend::BackendPtr ReconfigurableBackend::opened() const {

@@ -28,6 +28,7 @@ class ReconfigurableBackend : public c10d::Backend {
   ReconfigurableBackend(
       pybind11::object open, std::string handle, int rank, int size,
       std::chrono::milliseconds timeout);
+  ~ReconfigurableBackend() override;
 
   // End the operations of the backend opened before, and open one for the ranks with these handles,
   // in this order; a call of these ranks, which pass a `uuid` that they have not used. Blocks. After

@@ -165,6 +165,25 @@ def test_pending_operations_end(ranks: RankPool, hosts: str) -> None:
     assert time.perf_counter() - begin_s < LONG_S
 
 
+def dropped(rank: int, world_size: int) -> None:
+    """The group has the only reference to a tensor, which its thread releases with the GIL."""
+    member = Member(rank, world_size)
+    with split_into_hosts([[*host] for host in HOSTS["gloo"]]):
+        member.reopen(1, range(world_size))
+    store = member.store
+    if rank > 0:
+        time.sleep(0.3)
+    member.backend.allreduce([torch.ones(3)])
+    del member
+    store.set(f"dropped/{rank}", "")
+    for other in range(world_size):
+        store.get(f"dropped/{other}")
+
+
+def test_a_group_may_be_dropped_during_an_operation(ranks: RankPool) -> None:
+    ranks.run(2, dropped)
+
+
 def released(rank: int, world_size: int) -> float:
     member = Member(rank, world_size)
     member.reopen(1, range(world_size))
