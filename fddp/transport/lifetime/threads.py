@@ -3,7 +3,8 @@
 [Note: exits] A thread that returns from a function of torch to a finalized interpreter is unwound
 through that function, which ends the process with SIGABRT instead of its own exit code. Threads
 that call such functions are started here. Before the interpreter ends they are stopped and joined,
-with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
+with a time limit longer than torch's functions usually take, and than ranks that are left try to
+make a group (`c10d/ranks_left.py`), which can't be stopped. A thread that is blocked on a silent
 store outlasts the limit: it does not return to the interpreter while the store is silent.
 
 This is done by a `weakref.finalize`. Finalizers are called by an `atexit` handler that `import
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_END_S = 5.0  # time limit for joining all threads, also of a process that hardly gets to run
+_END_S = 12.0  # time limit for joining all threads
 _LOOK_S = 0.05  # between two looks at a thread that starts
 
 
