@@ -335,6 +335,9 @@ class GradientCounter:
 class Collectives:
     """All-reduces that a step starts and waits for."""
 
+    def takes(self, device: torch.device) -> bool:
+        """Return True if tensors on a device can be reduced."""
+
 class CollectivesInPython(Collectives):
     """Collectives of a transport, by its method `all_reduce`."""
 
@@ -344,6 +347,48 @@ class CollectivesOfOne(Collectives):
     """Collectives of a group of one rank."""
 
     def __init__(self) -> None: ...
+
+# step/device_collectives.cpp
+
+class StreamBackend:
+    """A backend of torch for one type of devices, whose works are ordered by streams."""
+
+    def __init__(self, backend: Backend, device: torch.device) -> None: ...
+    @property
+    def issued(self) -> int:
+        """Number of operations that the extension has started."""
+
+    @property
+    def in_flight(self) -> bool:
+        """True if one of them that nobody has waited for has not finished."""
+
+    def close(self) -> None:
+        """Release the backend. From now on Python waits, and raises for what has not finished."""
+
+class DeviceCollectives(Collectives):
+    """Collectives of a `StreamBackend`."""
+
+    def __init__(
+        self,
+        elsewhere: Collectives,
+        in_python: Collectives,
+        backend: StreamBackend,
+        averages: bool,
+        adopt: Callable[[dist.Work], Any],
+        fail: Callable[[Tensor, bool, BaseException], None],
+    ) -> None:
+        """Create the collectives.
+
+        Args:
+            elsewhere: for tensors on other devices.
+            in_python: for the first operation on a device, which connects it, for means that the
+                backend can't take, and for a closed transport.
+            backend: for all others.
+            averages: True if the backend can divide a sum by the number of ranks.
+            adopt: returns the `Work` of a work of the backend.
+            fail: raises for a tensor, of which `average` says whether it was to be averaged, and
+                the error of the backend.
+        """
 
 # autograd/leaves.cpp
 
@@ -825,7 +870,8 @@ class ShmBackend(Backend):
             members.
         """
 
-    def collectives_of_steps(self) -> Collectives: ...
+    def collectives_of_steps(self, adopt: Callable[[ShmOperation], Any]) -> Collectives:
+        """Return all-reduces for steps. `adopt` returns the `Work` of an operation."""
     @property
     def options(self) -> Backend.Options:
         """Options with the timeout of the group, as of torch's backends."""

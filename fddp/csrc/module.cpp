@@ -17,6 +17,7 @@ void bind_completion_timestamp(py::module_&);
 void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
+void bind_device_collectives(py::module_&);
 void bind_executor(py::module_&);
 void bind_profile(py::module_&);
 
@@ -30,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backward_watch(m);
   bind_gradient_counter(m);
   bind_collectives(m);
+  bind_device_collectives(m);
   bind_leaves(m);
   bind_params(m);
   bind_flight_ring(m);

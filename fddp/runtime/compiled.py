@@ -19,13 +19,12 @@ from fddp.core.protocol.launch import LAUNCHED
 from fddp.core.schedule.op import Op
 from fddp.native import extension
 from fddp.native.capture import is_capturing
-from fddp.native.executor import collectives_of_one
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport
 
 if TYPE_CHECKING:
-    from fddp._C import Instr, StepProgram
+    from fddp._C import Collectives, Instr, StepProgram
 
 
 class RegularWord(NamedTuple):
@@ -60,11 +59,12 @@ class CompiledProgram:
     def __init__(self, program: Program, transport: Transport, hook: BoundHook | None) -> None:
         self.program = program
         self.hook = hook
-        self.collectives = transport.native_collectives()
         schedule, plan = program.schedule, program.plan
         self.is_on_cpu = all(bucket.device == "cpu" for bucket in program.buckets)
         types = {bucket.device.partition("#")[0] for bucket in program.buckets}
         self.accelerators = sorted(types - {"cpu", "meta"})
+        self.collectives = transport.native_collectives(self.accelerators)
+        self._transport = transport
         self.is_native = hook is None and transport.control_device.type == "cpu"
         is_mean = schedule.result != "replicated"  # else it gathers shards
         self.packs_natively = self.is_native and is_mean
@@ -88,7 +88,12 @@ class CompiledProgram:
 
     def close(self) -> None:
         """Release the transport's memory; no further step may start."""
-        self.collectives = collectives_of_one()
+        self.collectives = extension.compiled.CollectivesOfOne()
+
+    @cached_property
+    def captured_collectives(self) -> Collectives:
+        """All-reduces of a step that is captured in a graph."""
+        return self._transport.native_collectives(self.accelerators, captured=True)
 
     @cached_property
     def native(self) -> StepProgram:
@@ -171,10 +176,10 @@ class CompiledProgram:
 
     def _is_plain(self, op: Op) -> bool:
         """Return True for a sum of a bucket over all ranks, which the extension can start."""
-        topology = self.program.schedule.topology
-        if self.program.buckets[op.bucket].device != "cpu" and topology.world_size > 1:
+        device = self.program.buckets[op.bucket].device.partition("#")[0]
+        if not self.collectives.takes(torch.device(device)):
             return False
-        axes = tuple(name for name, _ in topology.axes)
+        axes = tuple(name for name, _ in self.program.schedule.topology.axes)
         return op.kind == "all_reduce" and op.axes == axes and op.region.buffer != "repair"
 
     def regular_word(self, method: Method, *, with_squares: bool = False) -> RegularWord:

@@ -56,7 +56,7 @@ from fddp.runtime.sums import Sums
 from fddp.runtime.virtual_sums import VirtualSums
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.telemetry.waits import note_wait
-from fddp.transport.base import Transport
+from fddp.transport.base import Transport, Work
 
 if TYPE_CHECKING:
     from fddp._C import Executor, GradientCounter, StepCalls
@@ -144,8 +144,6 @@ class Step:
     ) -> None:
         self.opened_s = self.begun_s = perf_counter()
         self.code = code
-        # Kept here, because another thread may close the program while the step runs.
-        self.collectives = code.collectives
         self.program = program = code.program
         self.transport, self.pool, self.recorder = transport, pool, recorder
         self.number, self.record_time = number, record_time
@@ -176,7 +174,7 @@ class Step:
         self.executor: Executor = extension.compiled.Executor(
             code.native,
             calls,
-            self.collectives.native,
+            code.captured_collectives if is_captured else code.collectives,
             recorder.ring,
             recorder.number_of(program.schedule),
             number,
@@ -504,9 +502,9 @@ class Step:
         """Let the report say nothing of non-finite results, which the host can't read now."""
         self.flags = None
 
-    def wait(self, handle: Any, what: str) -> None:
+    def wait(self, work: Work, what: str) -> None:
         """Wait for a collective that takes long, or has failed. Called by the executor."""
-        self.collectives.adopt(handle).wait(what)
+        work.wait(what)
 
     note_wait = staticmethod(note_wait)  # called by the executor
 

@@ -28,11 +28,7 @@ from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import decode_all, malformed_message_error
 from fddp.core.text import counted
 from fddp.errors import ClosedError, DesyncError, InternalError
-from fddp.native.executor import (
-    NativeCollectives,
-    collectives_in_python,
-    collectives_of_one,
-)
+from fddp.native import extension
 from fddp.telemetry.waits import LEAST_S, note_wait
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fddp._C import CollectiveRange
+    from fddp._C import CollectiveRange, Collectives
     from fddp.core.schedule.sum_tree import SumTree
     from fddp.core.schedule.topology import Topology
     from fddp.transport.liveness.status import TransportStatus
@@ -524,12 +520,20 @@ class Transport(Endpoint):
 
         return _exchange_texts(gather, payload, topic, ranks)
 
-    def native_collectives(self) -> NativeCollectives:
+    def native_collectives(
+        self, accelerators: Collection[str], *, captured: bool = False
+    ) -> Collectives:
         """Return all-reduces over all ranks, which run without Python where possible. They keep the
-        transport alive."""
+        transport alive.
+
+        Args:
+            accelerators: types of the devices that are used besides the CPU.
+            captured: True for steps that are captured in a graph, during which the host must not
+                ask whether an operation has finished.
+        """
         if self.world_size == 1:
-            return collectives_of_one()
-        return collectives_in_python(self.all_reduce)
+            return extension.compiled.CollectivesOfOne()
+        return extension.compiled.CollectivesInPython(self.all_reduce)
 
     def connect(self, devices: Sequence[torch.device]) -> None:
         """Connect the ranks on these devices, which else happens at the first operation there. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import fddp
 from fddp.transport import open_transport
+from fddp.transport.c10d.communicator import Communicator
+from fddp.transport.operation import Operation
 from tests import lag
 from tests.lag.rank import SMALL, Rank, means, module, on_two_ranks
 from tests.support.models import batch, mlp, mlp_loss
@@ -77,6 +80,83 @@ def along_axes_on_rank(rank: int, world_size: int) -> int:
 
 def test_groups_along_axes_are_connected_at_construction(lagging: str) -> None:
     assert on_two_ranks(along_axes_on_rank) == [1, 1]  # the axis of all ranks
+
+
+# Collectives of steps
+
+
+def through_python_on_rank(rank: int, world_size: int, backend: str) -> dict[str, list[str]]:
+    """Collectives on the device that Python starts in a first step, after a rebuild of the plan, in
+    a later step, and with info."""
+    own, found = opened(rank, f"cpu:gloo,{backend}"), {}
+    issue, issued = Communicator.issue, list[str]()
+
+    def noted(self: Communicator, operation: Operation) -> Any:
+        if operation.tensor.device == own.device:
+            issued.append(operation.kind)
+        return issue(self, operation)
+
+    params = own.put(mlp())
+    with fddp.GradSync(params, group=own.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        with_info = sync.value_and_grad(mlp_loss, with_info=True)
+        steps = {"first": step, "rebuilt": step, "later": step, "with info": with_info}
+        with mock.patch.object(Communicator, "issue", noted):
+            for number, (what, each) in enumerate(steps.items()):
+                _, grads, *_ = each(params, own.put(batch(rank, number)))
+                own.check(grads, means(number))
+                found[what] = issued[:]
+                issued.clear()
+        assert found["with info"] == ["all_reduce"] * len(sync.plan.buckets)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_python_starts_only_what_connects_a_device_or_is_timed(lagging: str, backend: str) -> None:
+    for found in on_two_ranks(through_python_on_rank, backend):
+        assert found["first"] == ["all_reduce"]
+        assert found["rebuilt"] == found["later"] == []
+
+
+def closed_in_flight_on_rank(rank: int, world_size: int, backend: str) -> None:
+    own = opened(rank, f"cpu:gloo,{backend}")
+    options: dict[str, Any] = {"group": own.group, "report": "next", **SMALL}
+    with fddp.GradSync(own.put(mlp()), **options) as sync:
+        own.check(sync(gradients(own, 0)), means(0))
+        grads, begun = gradients(own, 1), lag.load().Moment()
+        lag.load().hold(0, begun)
+        handle = sync.start(grads)
+        sync._engine.close("it was closed by another thread")
+        sync._engine.closed_by = ""  # as if it had not been when the handle looked
+        with pytest.raises(fddp.ClosedError, match="closed by another thread"):
+            handle.wait()
+        begun.end()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_a_step_raises_if_it_is_closed_before_its_waits(lagging: str, backend: str) -> None:
+    """Even though the host waits for nothing, and streams for what the backend has given up."""
+    on_two_ranks(closed_in_flight_on_rank, backend)
+
+
+def refused_on_rank(rank: int, world_size: int) -> None:
+    own = opened(rank)
+    with fddp.GradSync(own.put(mlp()), group=own.group, timeout_s=20, **SMALL) as sync:
+        own.check(sync(gradients(own, 0)), means(0))
+        (communicator,) = {
+            each.backend
+            for by_device in sync._engine.transport._communicators.values()
+            for device, each in by_device.items()
+            if device == "lag"
+        }
+        communicator.abort()
+        with pytest.raises(fddp.FddpError, match=r"all_reduce of torch.float64 \(\d+,\) on rank"):
+            sync(gradients(own, 1))
+
+
+def test_an_operation_that_the_backend_refuses_ends_the_sync(lagging: str) -> None:
+    on_two_ranks(refused_on_rank)
 
 
 # Failures

@@ -20,7 +20,6 @@ from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.native import executor as native
 from fddp.native import extension
-from fddp.native.executor import collectives_of_one
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.program import Program
 from fddp.telemetry.waits import waits_since
@@ -308,7 +307,8 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
 ) -> None:
     """In any order of gradients and of collectives that finish."""
     transport: Any = SimpleNamespace(
-        native_collectives=collectives_of_one, control_device=torch.device("cpu")
+        native_collectives=lambda accelerators: extension.compiled.CollectivesOfOne(),
+        control_device=torch.device("cpu"),
     )
     with only_python():
         code = CompiledProgram(Program(schedule, 0, False), transport, None)
@@ -328,7 +328,7 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
     ]
     ring, reference = extension.compiled.FlightRing(64), weakref.ref(run)
     executor = extension.compiled.Executor(
-        code.native, calls, code.collectives.native, ring, 0, 0, reference, [], False, False
+        code.native, calls, code.collectives, ring, 0, 0, reference, [], False, False
     )
     for bucket in data.draw(st.permutations(range(len(schedule.plan.buckets)))):
         if data.draw(st.booleans()):
@@ -391,7 +391,7 @@ def test_a_list_without_operations_after_the_report_reads_it() -> None:
     executor = module.Executor(
         program,
         calls,
-        collectives_of_one().native,
+        module.CollectivesOfOne(),
         module.FlightRing(64),
         0,
         0,

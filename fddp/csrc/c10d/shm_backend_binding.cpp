@@ -146,7 +146,10 @@ void bind_backend(py::module_& m) {
           "Start an operation on a whole tensor, in place.")
       .def(
           "collectives_of_steps",
-          [](const ShmBackend& backend) { return collectives_in_memory(backend.group()); })
+          [](const ShmBackend& backend, py::object adopt) {
+            return collectives_in_memory(backend.group(), std::move(adopt));
+          },
+          py::arg("adopt"))
       .def_property_readonly(
           "options", [](ShmBackend& backend) { return backend.getBackendOptions(); },
           "Options with the timeout of the group, as of torch's backends.")

@@ -1,5 +1,6 @@
 #include "c10d/shm_in_place.h"
 
+#include "python_entry.h"
 #include "tensor/checks.h"
 #include "tensor/layout.h"
 #include "tensor/number_type.h"
@@ -85,7 +86,8 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(250);
 
 class PendingInMemory : public PendingCollective {
  public:
-  explicit PendingInMemory(InPlaceOperation operation) : operation_(std::move(operation)) {}
+  PendingInMemory(InPlaceOperation operation, std::shared_ptr<const SharedObject> adopt)
+      : operation_(std::move(operation)), adopt_(std::move(adopt)) {}
 
   bool done() override {
     return operation_.done();
@@ -97,28 +99,34 @@ class PendingInMemory : public PendingCollective {
     operation_.when_completed([range = std::move(range)] { range->end(); });
   }
   py::object to_python() override {
-    return py::cast(operation_);
+    return adopt_->get()(operation_);
   }
 
  private:
   InPlaceOperation operation_;
+  std::shared_ptr<const SharedObject> adopt_;
 };
 
 class ShmCollectives : public Collectives {
  public:
-  explicit ShmCollectives(std::shared_ptr<shm::ShmGroup> group) : group_(std::move(group)) {}
+  ShmCollectives(std::shared_ptr<shm::ShmGroup> group, py::object adopt)
+      : group_(std::move(group)), adopt_(std::make_shared<SharedObject>(std::move(adopt))) {}
 
+  bool takes(c10::Device device) const override {
+    return device.is_cpu();
+  }
   std::shared_ptr<PendingCollective> all_reduce(
       const at::Tensor& tensor, bool average, bool wait_soon) override {
     InPlaceOptions options;
     options.average = average;
     options.wait_soon = wait_soon;
     return std::make_shared<PendingInMemory>(
-        start_in_place(group_, "all_reduce", tensor, options));
+        start_in_place(group_, "all_reduce", tensor, options), adopt_);
   }
 
  private:
   std::shared_ptr<shm::ShmGroup> group_;
+  std::shared_ptr<const SharedObject> adopt_;
 };
 
 }  // namespace
@@ -172,8 +180,9 @@ InPlaceOperation start_in_place(
   }
 }
 
-std::shared_ptr<Collectives> collectives_in_memory(std::shared_ptr<shm::ShmGroup> group) {
-  return std::make_shared<ShmCollectives>(std::move(group));
+std::shared_ptr<Collectives> collectives_in_memory(
+    std::shared_ptr<shm::ShmGroup> group, py::object adopt) {
+  return std::make_shared<ShmCollectives>(std::move(group), std::move(adopt));
 }
 
 }  // namespace fddp

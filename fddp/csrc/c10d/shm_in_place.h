@@ -62,7 +62,8 @@ InPlaceOperation start_in_place(
     const std::shared_ptr<shm::ShmGroup>& group, std::string_view kind, const at::Tensor& tensor,
     const InPlaceOptions& options);
 
-// All-reduces of the group for compiled steps.
-std::shared_ptr<Collectives> collectives_in_memory(std::shared_ptr<shm::ShmGroup> group);
+// All-reduces of the group for compiled steps. `adopt` returns the `Work` of an InPlaceOperation.
+std::shared_ptr<Collectives> collectives_in_memory(
+    std::shared_ptr<shm::ShmGroup> group, pybind11::object adopt);
 
 }  // namespace fddp

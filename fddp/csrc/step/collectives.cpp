@@ -40,6 +40,7 @@ class CollectivesInPython : public Collectives {
  public:
   explicit CollectivesInPython(py::object all_reduce) : all_reduce_(std::move(all_reduce)) {}
 
+  bool takes(c10::Device) const override { return true; }
   std::shared_ptr<PendingCollective> all_reduce(const at::Tensor& tensor, bool average, bool wait_soon) override {
     const PythonEntry python;
     py::object work =
@@ -54,6 +55,7 @@ class CollectivesInPython : public Collectives {
 // Collectives of a single rank.
 class CollectivesOfOne : public Collectives {
  public:
+  bool takes(c10::Device) const override { return true; }
   std::shared_ptr<PendingCollective> all_reduce(const at::Tensor&, bool, bool) override { return nullptr; }
 };
 
@@ -67,7 +69,8 @@ std::shared_ptr<PendingCollective> pending_in_python(py::object work) {
 
 void bind_collectives(py::module_& m) {
   using namespace fddp;
-  py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives");
+  py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives")
+      .def("takes", &Collectives::takes, py::arg("device"));
   py::class_<CollectivesInPython, Collectives, std::shared_ptr<CollectivesInPython>>(m, "CollectivesInPython")
       .def(py::init<py::object>(), py::arg("all_reduce"));
   py::class_<CollectivesOfOne, Collectives, std::shared_ptr<CollectivesOfOne>>(m, "CollectivesOfOne")

@@ -1,9 +1,11 @@
 // Collectives that a step starts and waits for. The implementations are shared memory
-// (c10d/shm_in_place.cpp) and transports in Python (collectives.cpp).
+// (c10d/shm_in_place.cpp), accelerators (device_collectives.cpp) and transports in Python
+// (collectives.cpp).
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <functional>
@@ -33,7 +35,7 @@ class PendingCollective {
   // End the range at the completion of the collective, if that can be known before it is waited for.
   virtual void end_range(std::shared_ptr<CollectiveRange> range) = 0;
 
-  // Return the handle by which Python waits for the same collective. Called with the GIL.
+  // Return the `Work` by which Python waits for the same collective. Called with the GIL.
   virtual pybind11::object to_python() = 0;
 };
 
@@ -43,6 +45,9 @@ std::shared_ptr<PendingCollective> pending_in_python(pybind11::object work);
 class Collectives {
  public:
   virtual ~Collectives() = default;
+
+  // Return true if tensors on a device can be reduced.
+  virtual bool takes(c10::Device device) const = 0;
 
   // Start to replace a tensor by its sum over all ranks, or by the mean with `average`. `wait_soon`:
   // the caller waits next. Return null if there is nothing to wait for. Called without the GIL. If

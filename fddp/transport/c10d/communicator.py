@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from fddp.native import extension
 from fddp.native.capture import is_capturing
 from fddp.transport.c10d.device_clock import DeviceClock
+from fddp.transport.group_backend import backend_of
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import ignore_backend_errors
 from fddp.transport.tree_sum import sum_along_tree_
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fddp._C import CollectiveRange
+    from fddp._C import CollectiveRange, StreamBackend
     from fddp.core.schedule.sum_tree import SumTree
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.liveness.membership import Membership
@@ -105,7 +106,6 @@ class Communicator:
 
     Attributes:
         addresses: keys of this rank's addresses in the transport's part of the store.
-        issued: number of operations so far.
         soon_s: longest wait of `finishes_soon`, in seconds.
         watches_members: True if it detects members that have ended.
         spreads_failures: True if a failure of any rank of the transport ends its operations on all.
@@ -124,7 +124,8 @@ class Communicator:
         self._ranks = ranks
         self._place = ranks.index(rank)
         self._clocks: dict[torch.device, DeviceClock] = {}
-        self.issued = 0
+        self._issued = 0  # by Python
+        self._stream: StreamBackend | None = None
         register_fork_owner(self)  # [Note: forks]
 
     @property
@@ -145,13 +146,42 @@ class Communicator:
         device is connected."""
         return self._averages and self._uses_streams
 
+    def stream_backend(self, device_type: str) -> StreamBackend | None:
+        """Return the backend of a type of devices for collectives that the extension starts.
+
+        None if streams do not order its works, it is written in Python, or torch compares all calls
+        of the ranks.
+        """
+        is_debugged = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        if self._stream is None and self._uses_streams and not is_debugged:
+            device = torch.device(device_type)
+            backend = backend_of(self.backend, device)
+            if not isinstance(backend, dist.ProcessGroup):
+                self._stream = extension.compiled.StreamBackend(backend, device)
+        return self._stream
+
+    @property
+    def issued(self) -> int:
+        """Number of operations so far."""
+        return self._issued + (0 if self._stream is None else self._stream.issued)
+
+    @property
+    def in_flight(self) -> bool:
+        """True if an operation that the extension has started has not finished."""
+        return self._stream is not None and self._stream.in_flight
+
+    def close_stream_backend(self) -> None:
+        """Let Python start and await all operations from now on, which raises."""
+        if self._stream is not None:
+            self._stream.close()
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time limit of an operation."""
         self.backend.set_timeout(timedelta(seconds=timeout_s))
 
     def issue(self, operation: Operation) -> Pending:
         """Start `operation`; errors of torch (RuntimeError) propagate."""
-        self.issued += 1
+        self._issued += 1
         pending = self._started(operation)
         if self._uses_streams and is_capturing(operation.tensor.device.type):
             return pending._replace(is_captured=True)

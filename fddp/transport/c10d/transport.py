@@ -20,7 +20,7 @@ import itertools
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from fddp.errors import (
     TransformError,
     error_text,
 )
-from fddp.native.executor import NativeCollectives, collectives_in_memory
+from fddp.native import extension
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.bootstrap import Bootstrap, KeptCommunicator, bootstrap_of
 from fddp.transport.c10d.communicator import Communicator, CommunicatorSpec, PendingWorks
@@ -70,6 +70,7 @@ from fddp.transport.liveness.interrupts import (
     is_of_this_rank,
 )
 from fddp.transport.liveness.membership import Membership
+from fddp.transport.operation import Operation
 from fddp.transport.torch_private import process_groups, store_of
 
 if TYPE_CHECKING:
@@ -77,11 +78,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fddp._C import CollectiveRange, ShmOperation
+    from fddp._C import CollectiveRange, Collectives
     from fddp.transport.c10d.communicator import Pending
     from fddp.transport.liveness.failure import Failure
     from fddp.transport.liveness.status import TransportStatus
-    from fddp.transport.operation import Operation
     from fddp.transport.shm.host_discovery import HostGroups
 
 _MAX_WORKS = 256  # works remembered before finished ones are removed
@@ -418,15 +418,42 @@ class C10dTransport(Transport):
             if wait is not None and wait.what == what:
                 self.status.finish(what)
 
-    def native_collectives(self) -> NativeCollectives:
-        communicator = self._in_memory.get(self._everyone)
-        if communicator is None:
-            return super().native_collectives()
+    def native_collectives(
+        self, accelerators: Collection[str], *, captured: bool = False
+    ) -> Collectives:
+        collectives = in_python = super().native_collectives(accelerators, captured=captured)
+        if self.world_size == 1 or captured:
+            return collectives
 
-        def adopt(handle: ShmOperation) -> _C10dWork:
-            return _C10dWork(self, communicator, handle, self._everyone)
+        def adopt(communicator: Communicator, pending: Pending) -> _C10dWork:
+            return _C10dWork(self, communicator, pending, self._everyone)
 
-        return collectives_in_memory(communicator.backend, adopt)
+        def adopt_work(communicator: Communicator, work: dist.Work) -> _C10dWork:
+            return adopt(communicator, PendingWorks((work,)))
+
+        def fail(tensor: Tensor, average: bool, error: BaseException) -> NoReturn:
+            if not isinstance(error, RuntimeError):
+                raise error
+            operation = Operation("all_reduce", tensor, self._everyone, average=average)
+            raise self.fail(str(operation), error, self._everyone) from error
+
+        in_memory = self._in_memory.get(self._everyone)
+        if in_memory is not None:
+            collectives = in_memory.backend.collectives_of_steps(partial(adopt, in_memory))
+        by_device = self._communicators[self._everyone]
+        for device_type in accelerators:
+            communicator = by_device.get(device_type)
+            backend = None if communicator is None else communicator.stream_backend(device_type)
+            if communicator is not None and backend is not None:
+                collectives = extension.compiled.DeviceCollectives(
+                    collectives,
+                    in_python,
+                    backend,
+                    communicator.averages,
+                    partial(adopt_work, communicator),
+                    fail,
+                )
+        return collectives
 
     def _start(self, operation: Operation) -> Work:
         communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
@@ -455,7 +482,8 @@ class C10dTransport(Transport):
 
     def close(self, reason: str = "close() was called") -> None:
         # gloo's connections live as long as its operations.
-        self._end(reason, is_awaited=self._works.in_flight)
+        on_devices = any(communicator.in_flight for communicator in self._opened)
+        self._end(reason, is_awaited=on_devices or self._works.in_flight)
 
     def abandon(self, reason: str) -> None:
         self._is_abandoned = True
@@ -509,6 +537,8 @@ class C10dTransport(Transport):
 
     def _release(self) -> None:
         self._cancel_finalizer()
+        for communicator in self._opened:
+            communicator.close_stream_backend()
         self._detector.stop_listening()
         self.status.board.leave(self.status)
         failed = self._failure is not None or self._is_abandoned
@@ -602,7 +632,7 @@ class _C10dWork(Work):
 
     Attributes:
         collective: its handle; None once the operation is over.
-        operation: refers to the tensor. None for an all-reduce in shared memory.
+        operation: refers to the tensor. None for an all-reduce that the extension has started.
         place: position among the operations of its ranks.
     """
 
@@ -638,7 +668,7 @@ class _C10dWork(Work):
 
     def record_time(self) -> None:
         assert self.collective is not None
-        # Operations without an object are on the CPU.
+        # Operations without an object that are timed are on the CPU.
         device = _CPU if self.operation is None else self.operation.tensor.device
         self._watch = self.communicator.watch(self.collective, device)
 
