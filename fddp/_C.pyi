@@ -872,6 +872,7 @@ class ShmBackend(Backend):
 
     def collectives_of_steps(self, adopt: Callable[[ShmOperation], Any]) -> Collectives:
         """Return all-reduces for steps. `adopt` returns the `Work` of an operation."""
+
     @property
     def options(self) -> Backend.Options:
         """Options with the timeout of the group, as of torch's backends."""

@@ -72,23 +72,24 @@ class StreamBackend {
     Backend released;
     {
       const std::lock_guard lock(mutex_);
-      is_closed_ = true;
       released = std::move(backend_);
     }
     without_gil([&] { released.reset(); });
   }
-  bool is_closed() const { return is_closed_; }
+  bool is_closed() const {
+    const std::lock_guard lock(mutex_);
+    return !backend_;
+  }
 
  private:
   bool has(c10::Device device) const { return std::find(devices_.begin(), devices_.end(), device) != devices_.end(); }
 
   const c10::DeviceType type_;
   mutable std::mutex mutex_;
-  Backend backend_;
+  Backend backend_;  // null once it was closed
   std::vector<c10::Device> devices_;  // connected by their first operation, in Python
   std::vector<std::weak_ptr<Work>> works_;
   std::atomic<int64_t> issued_ = 0;
-  std::atomic<bool> is_closed_ = false;
 };
 
 class PendingOnDevice : public PendingCollective {
