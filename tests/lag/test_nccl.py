@@ -198,6 +198,24 @@ def test_a_shared_communicator_is_replaced_if_ranks_have_used_it_differently(lag
     on_two_ranks(half_issued_on_rank)
 
 
+def overlapping_on_rank(rank: int, world_size: int) -> None:
+    own = opened(rank)
+    params = own.put(mlp())
+    first = fddp.GradSync(params, group=own.group, **SMALL)
+    second = fddp.GradSync(params, group=own.group, **SMALL)
+    with first, second:
+        for number in range(0, 6, 2):
+            turns = [(first, gradients(own, number)), (second, gradients(own, number + 1))]
+            handles = {sync: sync.start(grads) for sync, grads in turns[:: 1 - 2 * rank]}
+            own.check(handles[first].wait(), means(number))
+            own.check(handles[second].wait(), means(number + 1))
+
+
+def test_steps_of_two_syncs_overlap_in_other_orders_on_ranks(lagging: str) -> None:
+    """On one communicator the sums would be of gradients of both, without an error."""
+    on_two_ranks(overlapping_on_rank)
+
+
 # Passes over the device's memory
 
 

@@ -87,6 +87,28 @@ def test_squares_have_their_precision_in_the_range_of_the_dtype(
     assert_same_squares(found, expected, squares_error(dtype))
 
 
+@pytest.mark.parametrize("name", ["pack_", "pack_add_"])
+@given(
+    numel=st.integers(1, 1200),
+    place=st.integers(0, 1199),
+    largest=st.sampled_from([3e4, -3e4, math.inf, -math.inf, math.nan]),
+)
+def test_long_leaves_agree_with_their_squares(
+    name: str, numel: int, place: int, largest: float
+) -> None:
+    """Longer than the blocks in which floats are copied and squared in one pass, with the largest
+    magnitude at any place of one."""
+    source, before = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+    source[place % numel] = largest
+    buffer, expected = before.clone(), before.clone()
+    found, sums = torch.empty(2, 1, dtype=torch.float64)
+    args = flat_layout(numel), [source], 0.7
+    peak = getattr(pack_reference, name)(expected, *args, squares=sums)
+    assert getattr(pack, name)(buffer, *args, squares=found) == peak
+    assert_same_bits(buffer, expected)
+    assert_same_squares(found, sums, squares_error(torch.float32))
+
+
 @given(cases(("missing",)))
 def test_sums_of_squares_agree(case: Case) -> None:
     before, expected = case.buffer.clone(), pack_reference.sum_squares(case.buffer, case.layout)

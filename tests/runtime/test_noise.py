@@ -20,7 +20,7 @@ from tests.support.on_ranks import on_processes, on_threads
 
 WIDTH = 192  # 147,456 bytes in float32: large enough to be packed on arrival
 TINY: Any = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
-SMALL: Any = {"bucket_cap_mb": 0.2, "first_bucket_mb": 0.1}
+SMALL: Any = {"bucket_cap_mb": 0.2, "first_bucket_mb": 0.2}
 
 
 class Contribution(NamedTuple):
@@ -54,16 +54,17 @@ def assert_norms(found: SquaredNorms, expected: SquaredNorms, rel: float = 1e-5)
 
 
 def tree(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"a": (WIDTH, WIDTH), "b": (5,), "c": (40, 40), "d": ()}
+    shapes: dict[str, tuple[int, ...]] = {"a": (40, 40), "b": (5,), "c": (WIDTH, WIDTH), "d": ()}
     return {
         n: rand(*s, 1, seed=seed + i).view(s).to(dtype) for i, (n, s) in enumerate(shapes.items())
     }
 
 
 def loss_fn(params: dict[str, Tensor], grads: dict[str, Tensor]) -> Tensor:
-    """A loss with these gradients, whose first leaf is used twice."""
-    twice = dict(params, a=0.25 * params["a"] + 0.75 * params["a"])
-    return torch.stack([(twice[name] * grads[name]).sum() for name in params]).sum()
+    """A loss with these gradients. The large leaf is used twice, and its gradient is neither the
+    first nor the last."""
+    given = dict(params, a=1.0 * params["a"], c=0.25 * params["c"] + 0.75 * params["c"])
+    return torch.stack([(given[name] * grads[name]).sum() for name in params]).sum()
 
 
 # What is measured
@@ -83,7 +84,7 @@ def test_norms_are_those_of_all_ranks(way: str) -> None:
         "int8": {"hook": int8(64)},
         "hierarchical": {"algorithm": "hierarchical", "mesh": fddp.Topology(host=2, local=2)},
     }.get(way, {})
-    groups = {"a": "large", "b": "small", "c": "small", "d": "small"}
+    groups = {"a": "small", "b": "small", "c": "large", "d": "small"}
 
     def run(group: Any) -> Any:
         own = everyones[group.rank]
