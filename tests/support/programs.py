@@ -24,18 +24,22 @@ def run_program(
         env: variables in addition to those of this process.
         options: of `subprocess.run`.
     """
-    done = subprocess.run(
-        command,
-        **{
-            "cwd": ROOT,
-            "env": {**os.environ, **(env or {})},
-            "capture_output": True,
-            "text": True,
-            "timeout": HANG_S,
-            "check": False,
-            **options,
-        },
-    )
+    given = {
+        "cwd": ROOT,
+        "env": {**os.environ, **(env or {})},
+        "capture_output": True,
+        "text": True,
+        "timeout": HANG_S,
+        "check": False,
+        **options,
+    }
+    try:
+        done = subprocess.run(command, **given)
+    except subprocess.TimeoutExpired as error:
+        # The program has been killed; those that it started show whether one of them hung.
+        columns = "pid,ppid,etimes,stat,wchan:24,args"
+        left = subprocess.run(["ps", "-eo", columns], capture_output=True, text=True, check=False)
+        raise AssertionError(f"{error}\n{error.stdout}\n{error.stderr}\n{left.stdout}") from error
     assert code is None or done.returncode == code, (
         f"{' '.join(command)[:200]} ended with {done.returncode} instead of {code}\n"
         f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
