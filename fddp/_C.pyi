@@ -106,9 +106,24 @@ def storage_use_count(tensor: Tensor) -> int:
     """Return the number of owners of a tensor's memory: tensors, views, slices, storage objects. If
     it is 1, the memory may be reused."""
 
-def first_free(buffers: list[Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the position of the first buffer of this form whose memory has no other owner, or
-    -1."""
+# tensor/released_buffers.cpp
+
+class ReleasedBuffers:
+    """Buffers that were released under one key of a pool. Those that are taken can be used on the
+    current stream."""
+
+    def __init__(self) -> None: ...
+    def add(self, buffer: Tensor) -> None: ...
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Take the first buffer of this form whose memory has no other owner, if there is one."""
+
+    def take_last(self) -> Tensor | None:
+        """Take the buffer that was released last, and drop the others."""
+
+    def trim(self) -> None:
+        """Drop the buffers whose memory has no other owner."""
+
+    def buffers(self) -> list[Tensor]: ...
 
 # autograd/backward_watch.cpp; see [Note: the end of backward]
 

@@ -16,6 +16,7 @@ void bind_shm_backend(py::module_&);
 void bind_completion_timestamp(py::module_&);
 void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
+void bind_released_buffers(py::module_&);
 void bind_collectives(py::module_&);
 void bind_device_collectives(py::module_&);
 void bind_executor(py::module_&);
@@ -28,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
   bind_operands(m);
   bind_pack(m);
   bind_storage(m);
+  bind_released_buffers(m);
   bind_backward_watch(m);
   bind_gradient_counter(m);
   bind_collectives(m);

@@ -13,7 +13,7 @@ replay writes to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from torch import Tensor
 from fddp.native import extension
 from fddp.native.capture import is_capturing
 
+if TYPE_CHECKING:
+    from fddp._C import ReleasedBuffers
+
 _WITHOUT_STREAMS = ("cpu", "meta")
-_KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
 #: Allocator of `numel` elements of a dtype on a device.
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -39,10 +41,8 @@ class BufferPool:
     def __init__(self, allocate: Allocate, max_keys: int | None = None) -> None:
         self._allocate = allocate
         self._max_keys = max_keys
-        self._released: dict[Hashable, list[Tensor]] = {}
-        self._first_free = extension.compiled.first_free
+        self._released: dict[Hashable, ReleasedBuffers] = {}
         self._live_views = extension.compiled.LiveViews()
-        self._streams: dict[Hashable, set[torch.Stream]] = {}  # by key, on which it was released
 
     def acquire(
         self,
@@ -58,71 +58,57 @@ class BufferPool:
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
         released = self._released.get(key)
-        if released and (device.type in _WITHOUT_STREAMS or not is_capturing(device.type)):
-            position = self._first_free(released, numel, dtype, device)
-            if position >= 0:
-                if self._streams:
-                    self._await_streams(key, device)
-                return released.pop(position)
+        if released is not None and not _is_captured(device):
+            buffer = released.take(numel, dtype, device)
+            if buffer is not None:
+                return buffer
         return (allocate or self._allocate)(numel, dtype, device)
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
         """Return a buffer to the pool. Views of it may still be in use."""
-        has_streams = buffer.device.type not in _WITHOUT_STREAMS
-        if has_streams and is_capturing(buffer.device.type):
+        if _is_captured(buffer.device):
             return
         released = self._released.pop(key, None)
         if released is None:
-            released = []
+            released = extension.compiled.ReleasedBuffers()
             if self._max_keys is not None and len(self._released) >= self._max_keys:
-                oldest = next(iter(self._released))
-                del self._released[oldest]
-                self._streams.pop(oldest, None)
+                del self._released[next(iter(self._released))]
         self._released[key] = released  # the last key is the most recent
-        released.append(buffer)
-        if len(released) > _KEPT:
-            del released[0]
+        released.add(buffer)
         self._live_views.add(buffer)
-        if has_streams:
-            stream = torch.accelerator.current_stream(buffer.device)
-            self._streams.setdefault(key, set()).add(stream)
-            # The pool may drop the buffer, or be dropped, while work on this stream is in flight.
-            buffer.record_stream(stream)
-
-    def _await_streams(self, key: Hashable, device: torch.device) -> None:
-        if key in self._streams:
-            current = torch.accelerator.current_stream(device)
-            for stream in self._streams[key] - {current}:
-                current.wait_stream(stream)
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
         """Return the last released buffer if `is_free(buffer)`, even if views of it are in use;
         None otherwise."""
-        released = self._released.get(key, [])
-        if not (released and is_free(released[-1])):
+        released = self._released.get(key)
+        if released is None or not any(map(is_free, released.buffers()[-1:])):
             return None
-        self._await_streams(key, released[-1].device)
-        # The caller keeps this buffer, so the key needs no other.
-        return self._released.pop(key)[-1]
+        return released.take_last()
 
     def is_view(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a view of a released buffer."""
         return self._live_views.contains(tensor)
 
+    def released(self) -> list[Tensor]:
+        """Return the released buffers, by key from the first to the last."""
+        return [buffer for entry in self._released.values() for buffer in entry.buffers()]
+
     def held_bytes(self) -> int:
         """Return the bytes of released buffers that views outside use."""
-        released = [buffer for buffers in self._released.values() for buffer in buffers]
-        return self._live_views.held_bytes(released)
+        return self._live_views.held_bytes(self.released())
 
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
-        owners = extension.compiled.storage_use_count
-        for key, buffers in self._released.items():
-            self._released[key] = [buffer for buffer in buffers if owners(buffer) > 1]
+        for released in self._released.values():
+            released.trim()
 
     def clear(self) -> None:
         """Drop all buffers."""
         self._released = {}
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type not in _WITHOUT_STREAMS and is_capturing(device.type)
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -234,7 +234,8 @@ def test_a_step_leaves_no_owner_of_its_buckets() -> None:
             step = sync.value_and_grad(lambda p, x: chain(p, x, lambda _: None))
             for number in range(3):
                 _, grads = step(params, batch_of(group.rank, number))
-            released = [last for *_, last in sync._engine._pool._released.values()]
+            pool = sync._engine._pool
+            released = [entry.buffers()[-1] for entry in pool._released.values()]
             assert all(extension.compiled.storage_use_count(buffer) > 1 for buffer in released)
             del grads
             assert all(extension.compiled.storage_use_count(buffer) == 1 for buffer in released)

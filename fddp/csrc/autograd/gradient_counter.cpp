@@ -1,6 +1,5 @@
 #include "gradient_counter.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
@@ -14,6 +13,7 @@
 #include "python_entry.h"
 #include "tensor/checks.h"
 #include "tensor/pack.h"
+#include "tensor/streams.h"
 
 namespace py = pybind11;
 
@@ -286,7 +286,7 @@ void GradientCounter::notify_bucket(int64_t bucket) {
 void GradientCounter::note_home_streams() {
   home_.clear();
   for (const at::Device& device : accelerators_) {
-    home_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    home_.push_back(current_stream(device));
   }
 }
 
@@ -317,17 +317,6 @@ void GradientCounter::on_home_streams(const py::object& body) {
     body();
   }
   wait_for(home);
-}
-
-void GradientCounter::wait_for(const std::vector<c10::Stream>& streams) {
-  for (const c10::Stream& stream : streams) {
-    const c10::impl::VirtualGuardImpl guard(stream.device_type());
-    const c10::Stream current = guard.getStream(stream.device());
-    if (current == stream) continue;
-    c10::Event event(stream.device_type());
-    event.record(stream);
-    event.block(current);
-  }
 }
 
 }  // namespace fddp

@@ -152,7 +152,6 @@ class GradientCounter {
   // another one: the step ends on home, too, and that one waits for home.
   void note_home_streams();
   void note_stream(int64_t bucket, const at::Tensor& leaf);
-  static void wait_for(const std::vector<c10::Stream>& streams);
 
   std::shared_ptr<const BucketMembers> members_;
   std::vector<int64_t> bucket_of_;     // by leaf

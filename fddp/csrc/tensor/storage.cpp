@@ -130,16 +130,6 @@ void invalidate(const std::vector<at::Tensor>& tensors, const std::string& error
   }
 }
 
-// Return the position of the first buffer of this form whose memory has no other owner, or -1.
-int64_t first_free(const py::list& buffers, int64_t numel, at::ScalarType dtype, at::Device device) {
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const at::Tensor& buffer = tensor_at(buffers, i);
-    const bool fits = buffer.numel() == numel && buffer.scalar_type() == dtype && buffer.device() == device;
-    if (fits && storage_use_count(buffer) == 1) return static_cast<int64_t>(i);
-  }
-  return -1;
-}
-
 }  // namespace
 }  // namespace fddp
 
@@ -154,6 +144,4 @@ void bind_storage(py::module_& m) {
     return fddp::to_list(fddp::slices(buffer, layout));
   }), py::arg("buffer"), py::arg("layout"));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count), py::arg("tensor"));
-  m.def("first_free", torch::wrap_pybind_function(&fddp::first_free), py::arg("buffers"), py::arg("numel"),
-        py::arg("dtype"), py::arg("device"));
 }

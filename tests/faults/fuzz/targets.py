@@ -106,7 +106,9 @@ def _loose(draw: Draw) -> None:
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
-            module.first_free(*(draw.anything() for _ in range(4)))
+            released = module.ReleasedBuffers()
+            released.add(draw.anything())
+            released.take(*(draw.anything() for _ in range(3)))
         case 2:
             module.invalidate(draw.anything(), draw.anything())
         case 3:
