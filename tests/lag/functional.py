@@ -529,8 +529,9 @@ def awaited_on_another_stream(rank: Rank) -> None:
                         slow(busy)
                     results = handle.wait()
                 rank.overwrite_free()
-                with away:
-                    if expected is not None:
+                if expected is not None:
+                    rank.check(results, expected)  # on the stream on which the step began
+                    with away:
                         rank.check(results, expected)
                 torch.accelerator.current_stream().wait_stream(away)
 
