@@ -30,6 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -552,7 +553,9 @@ class Steps:
 
     def _complete_owed(self) -> None:
         try:
-            self.note("due")
+            # Also before a forward pass that is captured in a graph.
+            with self.engine.beside_capture() if self.engine.is_captured else nullcontext():
+                self.note("due")
         except Exception as error:
             warnings.warn(
                 f"the step of an aborted backward pass was given up on all ranks: {error}",

@@ -283,7 +283,9 @@ class Step:
         for bucket in self.program.buckets:
             if bucket.device not in self.devices:
                 leaf = leaves[bucket.leaves[0]]
-                if leaf is not None:
+                planned = bucket.device.partition("#")[0]  # "meta" stands for any
+                # For a leaf on another type of device, packing raises.
+                if leaf is not None and planned in ("meta", leaf.device.type):
                     self.devices[bucket.device] = leaf.device
 
     def begin(

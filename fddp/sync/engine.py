@@ -421,6 +421,11 @@ class Engine:
             if self.closed_by:  # during the step, perhaps by the very error
                 step.raise_failure()
                 raise ClosedError(self.closed_text)
+            if step.is_captured and not step.code.is_captured:
+                raise TransformError(
+                    f"step {step.number} was started inside of the capture of a graph, which ended "
+                    f"before the step did; end a step in the capture in which it began"
+                ) from step.failure
             if is_transformed():
                 with outside_transforms():
                     outcome = finish_step(step)
@@ -443,18 +448,19 @@ class Engine:
             raise
         finally:
             self._running.pop(step.number, None)
+        # `leave` may have been called during the step, and rounds of a loop end together.
+        is_last = self.departure == "own" and not step.has_next and self.round is None
         if outcome.report is None:
             self._unread = step
             if is_nested:
                 self.check()
-            elif step.record_time:  # for its `SyncInfo`, on this rank
+            elif step.record_time or is_last:  # for its `SyncInfo`, on this rank; or none follows
                 try:
                     self.check()
                 finally:
                     self._note_failed(step)
             outcome = outcome._replace(report=step.report)
-        # `leave` may have been called during the step, and rounds of a loop end together.
-        if self.departure == "own" and not step.has_next and self.round is None:
+        if is_last:
             self.close(f"this rank has left after step {step.number}")
         return outcome
 
@@ -498,11 +504,18 @@ class Engine:
         """Read the report of the last step, if that has not happened, and raise its errors.
 
         Raises:
+            TransformError: a graph is captured, and the host would have to wait for the device.
             Exception: as `fddp.runtime.finish.settle`.
         """
-        step, self._unread = self._unread, None
+        step = self._unread
         if step is None:
             return
+        if step.flags is not None and step.flags.are_read_later and self.is_captured:
+            raise TransformError(
+                f"what the device found in results of step {step.number} can't be read while a "
+                f"graph is captured; call check() before the capture"
+            )
+        self._unread = None
         try:
             with outside_transforms():
                 self._take_report(step.program, settle(step))
@@ -617,6 +630,9 @@ class Engine:
         elif any(bucket.sparse for bucket in self.program.plan.buckets):
             problem = "sparse gradients, whose sizes the host reads, can't be captured in a graph"
             advice = "make them dense"
+        elif any(bucket.device == "cpu" for bucket in self.program.plan.buckets):
+            problem = "leaves on the CPU beside those of a device can't be captured in a graph"
+            advice = "give them a GradSync of their own, and take its steps outside of the capture"
         elif self.terms.nonfinite == "raise":
             problem = "nonfinite='raise', whose errors the host reads, can't be captured in a graph"
             advice = (

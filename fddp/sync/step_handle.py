@@ -103,12 +103,11 @@ class StepHandle:
             step, self._step = self._step, None
             if step is None:
                 return
-            if step.is_captured != step.code.is_captured:
+            if step.code.is_captured and not step.is_captured:
                 self._step = step
-                was, now = ("inside", "outside") if step.is_captured else ("outside", "inside")
                 raise TransformError(
-                    f"step {step.number} was started {was} of the capture of a graph, and is "
-                    f"awaited {now} of it; call wait() where start() was called"
+                    f"step {step.number} was started outside of the capture of a graph, and is "
+                    f"awaited inside of it; call wait() where start() was called"
                 )
             self._engine.note_in_flight(None)
             try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
+import warnings
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -266,6 +267,69 @@ def check_refused(rank: Rank) -> None:
         found = attempt(lambda: of_rows({"table": table}, index))
         check(found, "TransformError", "make them dense")
         check(ending(sync.check), "PeerError", "make them dense")
+    mixed = {"here": rank.put(torch.ones(3)), "there": torch.ones(3)}
+    for policy in ("propagate", "skip"):
+        own = {"group": rank.group, "report": "next", "nonfinite": policy}
+        with fddp.GradSync(mixed, **own) as sync:
+            sync(mixed)
+            check(attempt(lambda: sync(mixed)), "TransformError", "leaves on the CPU")
+            check(ending(sync.check), "PeerError", "leaves on the CPU")
+            check_equal(on_host(sync(mixed)), on_host(mixed))
+
+
+def interrupted(rank: Rank) -> None:
+    """Reports and steps that a capture comes in between: an error on all ranks, and no hang."""
+    params, x = rank.put(mlp()), rank.put(batch(rank.number, 0))
+    grads, own = rank.put(mlp()), {"group": rank.group, "report": "next", **SMALL}
+    with fddp.GradSync(params, nonfinite="raise", **own) as sync:
+        sync(grads)
+        with capture(rank):
+            found = ending(sync.check)
+        assert found.kinds[0] == "TransformError", found
+        assert "call check() before the capture" in found.text, found
+        sync.check()
+        check_equal(on_host(sync(grads)), on_host(grads))
+    sync = fddp.GradSync(params, **own)
+    sync(grads)
+    handles = []
+    with suppress(RuntimeError), capture(rank):  # has work that was not joined
+        handles.append(sync.start(grads))
+    found = ending(handles[0].wait)
+    assert found.kinds[0] == "TransformError", found
+    assert "end a step in the capture in which it began" in found.text, found
+    assert ending(lambda: sync(grads)).kinds[0] == "ClosedError"
+    sync = sync.rebuild(rank.group)
+    check_equal(on_host(sync(grads)), on_host(grads))
+    sync.close()
+    # A backward pass that was aborted on one rank, before a forward pass that is captured.
+    net = module(rank.device)
+    with own_stream(rank):
+        ddp = fddp.DistributedDataParallel(
+            net, process_group=rank.group, bucket_cap_mb=CAP, report="next"
+        )
+        for _ in range(2):
+            net.zero_grad()
+            mean_square(ddp, x).backward()
+        expected = on_host(gradients(net))
+        net.zero_grad()
+        handle = net[0].weight.register_hook(_fail) if rank.number == 1 else None
+        found = ending(mean_square(ddp, x).backward)
+        assert found.kinds[0] == ("no error", "ZeroDivisionError")[rank.number], found
+        if handle is not None:
+            handle.remove()
+        net.zero_grad()
+        with capture(rank), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the step was given up
+            found = ending(lambda: mean_square(ddp, x))
+        assert found.kinds[0] == "PeerError", found
+        assert "backward was aborted" in found.text, found
+        mean_square(ddp, x).backward()
+        ddp.check()
+        check_equal(on_host(gradients(net)), expected)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def rows_loss(params: dict[str, Tensor], index: Tensor) -> Tensor:

@@ -536,6 +536,26 @@ def awaited_on_another_stream(rank: Rank) -> None:
                 torch.accelerator.current_stream().wait_stream(away)
 
 
+def elsewhere(rank: Rank) -> None:
+    """Gradients that one rank has on another type of device than the plan's."""
+    grads = rank.put(mlp())
+    for report in ("now", "next"):
+        with fddp.GradSync(grads, group=rank.group, report=report, **SMALL) as sync:
+            sync(grads)
+            for place in ("cpu", "meta"):
+                moved = tree_map(lambda grad: grad.to(place), grads)  # noqa: B023
+                found = ending(lambda: sync(moved if rank.number == 1 else grads))  # noqa: B023
+                if rank.number == 1:
+                    assert found.kinds[0] == "TreeMismatchError", found
+                elif report == "now":
+                    assert found.kinds[0] == "PeerError", found
+                if report == "next":
+                    found = ending(sync.check)
+                    assert found.kinds[0] == "PeerError", found
+                assert f"is on {place} where its bucket is on {rank.device}" in found.text, found
+                rank.check(sync(grads), mlp())
+
+
 def closed_with_work_in_flight(rank: Rank) -> None:
     """Buckets of a closed sync, which work on another stream than theirs still writes to."""
     params, away = rank.put(mlp()), torch.Stream(rank.device)

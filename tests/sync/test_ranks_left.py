@@ -20,6 +20,7 @@ from fddp.transport.c10d import ranks_left
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.liveness import failure_detector
 from fddp.transport.torch_private import process_groups
+from tests.support.endings import Ending, ending
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.polling import LONG_S, PROMPT_S, soon
 from tests.support.process_resources import resources
@@ -268,6 +269,33 @@ def never_leave(rank: int, world_size: int) -> Any:
         _, grads = step(params, sync.virtual_batches(inputs))
         params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
     return params
+
+
+def leave_after_a_failed_step(rank: int, world_size: int, report: Any) -> list[Ending]:
+    """Rank 1 announces that it leaves, before a step in which rank 0 fails."""
+    sync = fddp.GradSync(mlp(), timeout_s=LONG_S, report=report)
+    sync(mlp())
+    sync.check()
+    if rank == 1:
+        sync.leave()
+    wrong = {"unknown": torch.ones(1)}
+    found = [ending(lambda: sync(wrong if rank == 0 else mlp())), ending(sync.check)]
+    sync(mlp())
+    return [*found, ending(lambda: sync(mlp()))]
+
+
+@pytest.mark.parametrize("report", ["now", "next"])
+def test_a_rank_that_leaves_learns_whether_its_last_step_failed(report: str) -> None:
+    """In the step itself. It leaves after the next one that succeeds."""
+    outcomes = run_fresh(2, leave_after_a_failed_step, report)
+    assert [outcome.error for outcome in outcomes] == [None] * 2
+    stays, leaves = [outcome.result for outcome in outcomes]
+    assert stays[0].kinds[0] == "TreeMismatchError", stays
+    assert leaves[0].kinds[0] == "PeerError", leaves
+    again = {"now": "no error", "next": "PeerError"}[report]  # as on ranks that went on
+    assert [found[1].kinds[0] for found in (stays, leaves)] == [again] * 2
+    assert "left after the last step, as announced" in stays[2].text, stays
+    assert "this rank has left after step 2" in leaves[2].text, leaves
 
 
 def leave_within(rank: int, world_size: int, call: str) -> Any:
