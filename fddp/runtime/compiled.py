@@ -46,19 +46,29 @@ class CompiledProgram:
         program: the program.
         transport: transport of the collectives.
         hook: the communication hook, bound to the program, if there is one.
+        devices: devices of the leaves by label, as known; steps add theirs. Others, of a rank that
+            fails before it has leaves, would be no part of the ranks' communicators.
 
     Attributes:
         collectives: all-reduces in the extension.
         is_on_cpu: True if all buckets are on the CPU.
-        is_native: True if the extension sends the control word, and packs buckets.
+        is_native: True if the extension sends the control word.
+        packs_natively: True if it packs buckets, too.
         has_views: True if the results of a regular step are slices of the buffers.
         has_regular_words: True if `regular_word` describes regular steps.
         accelerators: types of the devices of the buckets other than the CPU.
     """
 
-    def __init__(self, program: Program, transport: Transport, hook: BoundHook | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        transport: Transport,
+        hook: BoundHook | None,
+        devices: dict[str, torch.device],
+    ) -> None:
         self.program = program
         self.hook = hook
+        self.devices = devices
         schedule, plan = program.schedule, program.plan
         self.is_on_cpu = all(bucket.device == "cpu" for bucket in program.buckets)
         types = {bucket.device.partition("#")[0] for bucket in program.buckets}

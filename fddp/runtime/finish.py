@@ -95,7 +95,8 @@ def finish(step: Step) -> Outcome:
             if program.defers_report and step.failure is not None:
                 if step.flags is not None:
                     step.flags.abstain(step.flag_device)
-                executor.settle()  # raises
+                executor.settle()
+                raise InternalError("a step of which this rank failed was reported as regular")
             if gives_views:
                 step.take_views()
             if step.flags is not None:

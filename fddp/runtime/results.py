@@ -24,9 +24,19 @@ from fddp.runtime.shards import Chunk
 
 
 class Devices(dict[str, torch.device]):
-    """Device of the leaves for each device label of the plan, from the gradients seen so far."""
+    """Device of the leaves for each device label of the plan, from the gradients seen so far.
+
+    Args:
+        known: devices of the leaves of earlier steps, for labels without gradients.
+    """
+
+    def __init__(self, known: Mapping[str, torch.device] | None = None) -> None:
+        super().__init__()
+        self._known = known or {}
 
     def __missing__(self, label: str) -> torch.device:
+        if label in self._known:
+            return self._known[label]
         # Without gradients the label decides; "meta" plans run on the CPU.
         return torch.device("cpu" if label == "meta" else label.partition("#")[0])
 

@@ -199,7 +199,7 @@ class Step:
     @cached_property
     def devices(self) -> Devices:
         """Devices of the buckets, by their label in the plan, from the leaves of this step."""
-        return Devices(cpu=_CPU)
+        return Devices(self.code.devices)
 
     @cached_property
     def repairs(self) -> dict[int, Tensor]:
@@ -287,6 +287,7 @@ class Step:
                 # For a leaf on another type of device, packing raises.
                 if leaf is not None and planned in ("meta", leaf.device.type):
                     self.devices[bucket.device] = leaf.device
+                    self.code.devices[bucket.device] = leaf.device
 
     def begin(
         self,

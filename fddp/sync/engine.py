@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -101,13 +101,18 @@ class Engine:
         self._pool = BufferPool(self.transport.empty)
         # True if this rank's trees have arrays of another library.
         self._foreign = request.is_foreign
+        # Devices of the leaves, by their label in the plan.
+        self.devices: dict[str, torch.device] = {}
         # Axes for which the transport has groups; they are opened once.
         self._groups: list[tuple[str, ...]] = []
         try:
             # ... on plan and options ...
             self.terms = _agreed_terms(self.transport, request)
-            self.transport.connect(request.devices(self.terms.plan))
-            types = {bucket.device.partition("#")[0] for bucket in self.terms.plan.buckets}
+            devices = request.devices(self.terms.plan)
+            self.transport.connect(devices)
+            labels = {bucket.device for bucket in self.terms.plan.buckets}
+            self.devices = _devices_of(labels, devices)
+            types = {label.partition("#")[0] for label in labels}
             self._averages = self.transport.world_size > 1 and self.transport.averages(types)
             # ... and on the groups along the axes of the schedule, which is proved first.
             schedule = self.schedule_of(self.terms.plan, self.terms.hook)
@@ -127,8 +132,8 @@ class Engine:
         # Steps that were opened and have not ended, by number: several, because a loss function may
         # take steps itself.
         self._running: dict[int, weakref.ref[Step]] = {}
-        # Waits for the step that was started and not awaited, if there is one. Never raises its
-        # error: its handle does.
+        # Waits for the step that was started and not awaited, if there is one. Raises no error of
+        # the step, as its handle does, but `TransformError` if it can't be awaited here.
         self.in_flight: Callable[[], object] | None = None
         # The last step, if the next call raises its errors: only under `report="next"`, where its
         # report has not been read, or this rank failed.
@@ -212,10 +217,12 @@ class Engine:
         return Setup(
             agreed,
             hook,
-            CompiledProgram(program, self.transport, bound),
+            CompiledProgram(program, self.transport, bound, self.devices),
             None
             if gather is None
-            else CompiledProgram(Program(gather, rank, False, foreign), self.transport, None),
+            else CompiledProgram(
+                Program(gather, rank, False, foreign), self.transport, None, self.devices
+            ),
         )
 
     @property
@@ -554,7 +561,7 @@ class Engine:
     def end_interrupted(self, number: int, error: BaseException) -> None:
         """End the steps from a number on that an error, as of a signal handler, has interrupted
         before `finish`. Has no effect on others."""
-        for left in [n for n in self._running if n >= number]:
+        for left in [n for n in [*self._running] if n >= number]:
             step = self._running.pop(left)()
             self._break(left, error)
             if step is not None:
@@ -630,6 +637,9 @@ class Engine:
         elif any(bucket.sparse for bucket in self.program.plan.buckets):
             problem = "sparse gradients, whose sizes the host reads, can't be captured in a graph"
             advice = "make them dense"
+        elif not self.transport.orders_by_streams(self.setup.code.accelerators):
+            problem = "collectives that the host carries out can't be captured in a graph"
+            advice = "use a group whose backend for the device streams order, such as nccl"
         elif any(bucket.device == "cpu" for bucket in self.program.plan.buckets):
             problem = "leaves on the CPU beside those of a device can't be captured in a graph"
             advice = "give them a GradSync of their own, and take its steps outside of the capture"
@@ -646,10 +656,11 @@ class Engine:
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
         """Keep a step that fails out of a capture, on a stream of its own: ranks that capture
-        nothing wait for it. Its zeros are no memory of the pool, as it has no leaf that names the
-        number of a device, so that it awaits no stream that is captured. The host can't read what
-        the device found in results of the step before."""
+        nothing wait for it. Its zeros are no memory of the pool, which a stream that is captured
+        may have released. The host can't read what the device found in results of the step
+        before."""
         with ExitStack() as stack:
+            self._pool.clear()
             if self._unread is not None:
                 self._unread.leave_flags_unread()
             while self.is_captured:  # also by a stream that torch lends a second time
@@ -795,6 +806,16 @@ def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
     except Exception as error:
         return validate_across_ranks(transport, None, error)
     return validate_across_ranks(transport, terms, None)
+
+
+def _devices_of(labels: Set[str], accelerators: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Return the accelerators by their label: the type, with a number if there are several."""
+    found: dict[str, torch.device] = {}
+    for kind in {device.type for device in accelerators}:
+        for number, device in enumerate(each for each in accelerators if each.type == kind):
+            for label in labels & {kind, f"{kind}#{number}"}:
+                found.setdefault(label, device)
+    return found
 
 
 def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:

@@ -11,7 +11,7 @@ import torch
 
 from fddp.core.entrance import entrance
 from fddp.core.protocol.calls import Method
-from fddp.errors import TransformError
+from fddp.errors import ReentryError, TransformError
 from fddp.runtime.finish import send
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.step import Step
@@ -62,8 +62,8 @@ class StepHandle:
         self._ending = threading.RLock()
 
     def send(self) -> None:
-        """Launch the collectives that need not wait for others; with a communication hook, `wait`
-        launches them. Never raises: `wait` does."""
+        """Launch the collectives that need not wait for others, whose errors `wait` raises; with a
+        communication hook, `wait` launches them."""
         if self._step is not None:
             self._engine.note_in_flight(self._finish)
             send(self._step)
@@ -71,7 +71,7 @@ class StepHandle:
     @property
     def is_done(self) -> bool:
         """True if the step has ended, so that `wait` does not block."""
-        return self._step is None
+        return self._results is not None or self._error is not None
 
     @entrance
     def wait(self) -> Any:
@@ -86,6 +86,7 @@ class StepHandle:
             TransformError: a `torch.func` transform or a tracer was active at the start; or a graph
                 is captured, and was not then, or the other way round.
             WeightError, NonFiniteError: as of a call.
+            ReentryError: called by what runs within another call of it.
             PeerError: another rank raised one of these.
             DesyncError: ranks are at different steps.
             ClosedError: the `GradSync` was closed before the step could end.
@@ -94,6 +95,11 @@ class StepHandle:
         self._finish()
         if self._error is not None:
             raise self._error
+        if self._results is None:
+            raise ReentryError(
+                "wait() was called while this thread ends the same step, as from a signal handler "
+                "or a communication hook; return from there first"
+            )
         treedef, leaves = self._results
         return treedef.unflatten(leaves)
 

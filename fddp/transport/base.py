@@ -544,6 +544,11 @@ class Transport(Endpoint):
         connected; the same on all ranks."""
         return False
 
+    def orders_by_streams(self, device_types: Collection[str]) -> bool:
+        """Return True if streams order collectives of tensors on these devices, which the host does
+        not await; the same on all ranks."""
+        return self.world_size == 1
+
     @abstractmethod
     def _start(self, operation: Operation) -> Work:
         """Pass a validated operation to the backend."""

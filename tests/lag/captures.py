@@ -6,6 +6,7 @@ import itertools
 import warnings
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -267,6 +268,14 @@ def check_refused(rank: Rank) -> None:
         found = attempt(lambda: of_rows({"table": table}, index))
         check(found, "TransformError", "make them dense")
         check(ending(sync.check), "PeerError", "make them dense")
+    with fddp.GradSync(params, group=rank.group, report="next") as sync:
+        sync(grads)
+        transport = sync._engine.transport
+        assert transport.orders_by_streams([rank.device.type])
+        assert not transport.orders_by_streams(["cpu"])
+        with mock.patch.object(type(transport), "orders_by_streams", return_value=False):
+            check(attempt(lambda: sync(grads)), "TransformError", "the host carries out")
+        check(ending(sync.check), "PeerError", "the host carries out")
     mixed = {"here": rank.put(torch.ones(3)), "there": torch.ones(3)}
     for policy in ("propagate", "skip"):
         own = {"group": rank.group, "report": "next", "nonfinite": policy}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fddp
 from fddp import periodic
+from fddp.native import extension
 from fddp.tree.pytree import flatten, tree_map
 from tests.lag.rank import SMALL, Rank, means, slow
 from tests.support.backward_calls import call_in_backward
@@ -534,6 +535,26 @@ def awaited_on_another_stream(rank: Rank) -> None:
                     with away:
                         rank.check(results, expected)
                 torch.accelerator.current_stream().wait_stream(away)
+
+
+def dropped_in_use(rank: Rank) -> None:
+    """A buffer of a pool that is taken on another stream than that of its memory, and dropped with
+    work in flight, as by a step that fails."""
+    away, busy = torch.Stream(rank.device), rank.put(torch.ones(1))
+    form = 4096, torch.float64, rank.device
+    for take in ("take", "take_last"):
+        released = extension.compiled.ReleasedBuffers()
+        released.add(torch.empty(form[0], dtype=form[1], device=form[2]))
+        away.wait_stream(torch.accelerator.current_stream())
+        with away:
+            slow(busy)
+            taken = released.take(*form) if take == "take" else released.take_last()
+            assert taken is not None
+            taken.fill_(5.0)
+            del taken
+        other = torch.full((form[0],), 7.0, dtype=form[1], device=form[2])
+        torch.accelerator.current_stream().wait_stream(away)
+        assert (other.cpu() == 7.0).all()
 
 
 def elsewhere(rank: Rank) -> None:

@@ -28,6 +28,7 @@ from tests.lag.rank import (
     slow,
 )
 from tests.support.backward_calls import call_in_backward
+from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp
 
 if TYPE_CHECKING:
@@ -147,6 +148,24 @@ def used_on_independent_streams(rank: Rank) -> None:
                 rank.check(result, means(number))
             del later, used, result
             torch.accelerator.synchronize()
+
+
+def failed_on_a_second_device(rank: Rank) -> None:
+    """Steps that a rank fails before it has leaves, on a device that is not the current one: the
+    ranks are connected there alone."""
+    if torch.accelerator.device_count() < 2:
+        return
+    there = torch.device(rank.device.type, 1)
+    params = tree_map(lambda leaf: leaf.to(there), mlp())
+    for report in ("now", "next"):
+        with fddp.GradSync(params, group=rank.group, report=report, **SMALL) as sync:
+            for _ in range(2):  # also in the first step
+                found = ending(lambda: sync({} if rank.number == 1 else params))
+                if report == "next":
+                    found = ending(sync.check)
+                kind = "TreeMismatchError" if (rank.number, report) == (1, "now") else "PeerError"
+                assert found.kinds[0] == kind, found
+                rank.check(sync(params), mlp())
 
 
 def used_on_streams_of_a_second_device(rank: Rank) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 
 import fddp
 from tests.lag.rank import CAP, EXACT, Rank, gradients, mean_square, module, module_means, slow
+from tests.support.endings import ending
 from tests.support.groups import init_rpc
 from tests.support.models import batch
 
@@ -289,6 +290,26 @@ def backward_within_a_stream(rank: Rank) -> None:
         with side:
             loss.backward()
             rank.check(gradients(net), module_means(number, mean_square))
+
+
+def raised_on_home(rank: Rank) -> None:
+    """What a step has issued before it raises, read on the stream of its caller."""
+    net, side = module(rank.device), torch.Stream(device=rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    mean_square(ddp, rank.put(batch(rank.number, 0))).backward()
+    hooks = ddp.steps.parameters.hooks
+    for _ in range(3):
+        restored = torch.zeros(1, device=rank.device).double()
+
+        def fail() -> None:
+            restored.copy_(slow(torch.ones_like(restored)))  # noqa: B023
+            raise ArithmeticError
+
+        hooks.note_home()
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            assert ending(lambda: hooks.on_home_streams(fail)).kinds[0] == "ArithmeticError"
+            rank.check({"restored": restored}, {"restored": torch.ones(1).double()})
 
 
 def wrapped_in_contexts(rank: Rank) -> None:

@@ -311,7 +311,7 @@ def test_instructions_run_as_far_as_the_launch_rule_allows(
         control_device=torch.device("cpu"),
     )
     with only_python():
-        code = CompiledProgram(Program(schedule, 0, False), transport, None)
+        code = CompiledProgram(Program(schedule, 0, False), transport, None, {})
     run = _Run(schedule)
     late = data.draw(st.sets(st.sampled_from(range(len(schedule.plan.buckets)))))
     calls = extension.compiled.StepCalls(

@@ -311,10 +311,17 @@ void GradientCounter::note_home() {
 }
 
 void GradientCounter::on_home_streams(const py::object& body) {
-  const std::vector<c10::Stream> home = home_;  // `body` may begin another step
+  std::vector<c10::Stream> home;  // a copy: `body` may begin another step
   {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    home = home_;
+  }
+  try {
     const c10::MultiStreamGuard guard(home);
     body();
+  } catch (...) {  // of a step that has failed, which has restored gradients
+    wait_for(home);
+    throw;
   }
   wait_for(home);
 }

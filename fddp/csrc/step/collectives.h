@@ -50,8 +50,8 @@ class Collectives {
   virtual bool takes(c10::Device device) const = 0;
 
   // Start to replace a tensor by its sum over all ranks, or by the mean with `average`. `wait_soon`:
-  // the caller waits next. Return null if there is nothing to wait for. Called without the GIL. If
-  // it throws, no collective was started, unless it is an error of Python.
+  // backward has ended, so that the caller is about to wait. Return null if there is nothing to wait
+  // for. Called without the GIL. If it throws, no collective was started, unless it is an error of Python.
   virtual std::shared_ptr<PendingCollective> all_reduce(const at::Tensor& tensor, bool average, bool wait_soon) = 0;
 };
 

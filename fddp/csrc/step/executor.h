@@ -10,7 +10,7 @@
 // else that is not native is a function of Python, see `StepCalls` in fddp/_C.pyi.
 //
 // In a program that defers the report, no instruction needs it and results are those of regular words.
-// The sum is compared at the end of the list if it is there by then, and otherwise by `settle`.
+// The sum is compared at the end of the list if a bucket has carried it, and otherwise by `settle`.
 
 #pragma once
 
@@ -59,7 +59,7 @@ enum class Guard : int {
 struct Instr {
   InstrKind kind;
   Guard guard;
-  bool is_native;     // runs in C++, unless the step records times
+  bool is_native;     // runs in C++, except for collectives of buckets in a step that records times
   bool needs_report;  // follows the sum of the control words
   int64_t bucket;     // -1 for a control word that travels by itself
   int64_t start;      // range of the buffer that a collective works on

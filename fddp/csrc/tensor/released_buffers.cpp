@@ -23,51 +23,67 @@ namespace {
 class ReleasedBuffers {
  public:
   void add(at::Tensor buffer) {
-    if (has_streams(buffer.device())) {
-      const c10::Stream stream = current_stream(buffer.device());
-      if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+    Released released{std::move(buffer), {}};
+    if (has_streams(released.buffer.device())) {
+      released.streams.push_back(current_stream(released.buffer.device()));
       // The pool may drop the buffer, or be dropped, while work on this stream is in flight.
-      buffer.record_stream(stream);
+      released.buffer.record_stream(released.streams.back());
     }
-    buffers_.push_back(std::move(buffer));
-    if (buffers_.size() > kKept) buffers_.erase(buffers_.begin());
+    released_.push_back(std::move(released));
+    if (released_.size() > kKept) released_.erase(released_.begin());
   }
 
   // Take the first buffer of this form whose memory has no other owner.
   std::optional<at::Tensor> take(int64_t numel, at::ScalarType dtype, at::Device device) {
-    const auto found = std::find_if(buffers_.begin(), buffers_.end(), [&](const at::Tensor& buffer) {
+    const auto found = std::find_if(released_.begin(), released_.end(), [&](const Released& released) {
+      const at::Tensor& buffer = released.buffer;
       return buffer.numel() == numel && buffer.scalar_type() == dtype && buffer.device() == device &&
           storage_use_count(buffer) == 1;
     });
-    if (found == buffers_.end()) return std::nullopt;
-    if (has_streams(device)) wait_for(streams_);
-    at::Tensor taken = std::move(*found);
-    buffers_.erase(found);
-    return taken;
+    if (found == released_.end()) return std::nullopt;
+    Released taken = std::move(*found);
+    released_.erase(found);
+    return usable(std::move(taken));
   }
 
   // Take the buffer that was released last, and drop the others: its key needs no other.
   std::optional<at::Tensor> take_last() {
-    if (buffers_.empty()) return std::nullopt;
-    at::Tensor taken = std::move(buffers_.back());
-    buffers_.clear();
-    if (has_streams(taken.device())) wait_for(streams_);
-    return taken;
+    if (released_.empty()) return std::nullopt;
+    Released taken = std::move(released_.back());
+    released_.clear();
+    return usable(std::move(taken));
   }
 
   // Drop the buffers that no view uses.
   void trim() {
-    const auto is_free = [](const at::Tensor& buffer) { return storage_use_count(buffer) == 1; };
-    buffers_.erase(std::remove_if(buffers_.begin(), buffers_.end(), is_free), buffers_.end());
+    const auto is_free = [](const Released& released) { return storage_use_count(released.buffer) == 1; };
+    released_.erase(std::remove_if(released_.begin(), released_.end(), is_free), released_.end());
   }
 
-  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  std::vector<at::Tensor> buffers() const {
+    std::vector<at::Tensor> buffers;
+    for (const Released& released : released_) buffers.push_back(released.buffer);
+    return buffers;
+  }
 
  private:
   static constexpr size_t kKept = 2;  // older ones are freed with their last view
 
-  std::vector<at::Tensor> buffers_;   // the last is the most recent
-  std::vector<c10::Stream> streams_;  // on which buffers were released, and which may still read them
+  struct Released {
+    at::Tensor buffer;
+    std::vector<c10::Stream> streams;  // the one on which it was released; none on the CPU
+  };
+
+  // Return a buffer for the current stream, after what that of the release was given: it may still
+  // read the buffer.
+  static at::Tensor usable(Released released) {
+    wait_for(released.streams);
+    // The step may fail, and drop the buffer, while work on this stream is in flight.
+    if (!released.streams.empty()) released.buffer.record_stream(current_stream(released.buffer.device()));
+    return std::move(released.buffer);
+  }
+
+  std::vector<Released> released_;  // the last is the most recent
 };
 
 }  // namespace

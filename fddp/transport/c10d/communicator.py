@@ -107,15 +107,16 @@ class Communicator:
     Attributes:
         addresses: keys of this rank's addresses in the transport's part of the store.
         soon_s: longest wait of `finishes_soon`, in seconds.
+        uses_streams: True if streams order its works on devices, which the host does not await.
         watches_members: True if it detects members that have ended.
         spreads_failures: True if a failure of any rank of the transport ends its operations on all.
     """
 
     _averages = False  # True if the backend can divide a sum by the number of ranks
-    _uses_streams = False  # True if streams order its works, which the host does not await
     _is_owner = False  # True if this object, rather than torch, owns the backend
     addresses: tuple[str, ...] = ()
     soon_s = 0.0
+    uses_streams = False
     watches_members = False
     spreads_failures = False
 
@@ -144,7 +145,7 @@ class Communicator:
     def averages(self) -> bool:
         """True if sums on devices are divided within the collective, not after it. Known once the
         device is connected."""
-        return self._averages and self._uses_streams
+        return self._averages and self.uses_streams
 
     def stream_backend(self, device_type: str) -> StreamBackend | None:
         """Return the backend of a type of devices for collectives that the extension starts.
@@ -153,7 +154,7 @@ class Communicator:
         of the ranks.
         """
         is_debugged = dist.get_debug_level() is dist.DebugLevel.DETAIL
-        if self._stream is None and self._uses_streams and not is_debugged:
+        if self._stream is None and self.uses_streams and not is_debugged:
             device = torch.device(device_type)
             backend = backend_of(self.backend, device)
             if not isinstance(backend, dist.ProcessGroup):
@@ -183,7 +184,7 @@ class Communicator:
         """Start `operation`; errors of torch (RuntimeError) propagate."""
         self._issued += 1
         pending = self._started(operation)
-        if self._uses_streams and is_capturing(operation.tensor.device.type):
+        if self.uses_streams and is_capturing(operation.tensor.device.type):
             return pending._replace(is_captured=True)
         return pending
 
@@ -310,7 +311,7 @@ class Communicator:
         the time is recorded on the backend's thread without the GIL: acquiring it after the end of
         the interpreter would end the process with SIGABRT instead of its own exit code.
         """
-        if self._uses_streams and device.type != "cpu":
+        if self.uses_streams and device.type != "cpu":
             clock = self._clocks.get(device)
             if clock is None:
                 clock = self._clocks[device] = DeviceClock(device)
@@ -326,7 +327,7 @@ class Communicator:
     def end_range(self, collective: Any, range: CollectiveRange) -> None:
         """End the range of `collective` in a profile at its completion. Where streams order the
         works, it stays open: torch shows their kernels."""
-        if not self._uses_streams:
+        if not self.uses_streams:
             extension.compiled.end_range_after(collective.works, range)
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:

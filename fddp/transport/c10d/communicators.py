@@ -73,7 +73,7 @@ def _new_fddp_communicator(spec: CommunicatorSpec) -> Communicator:
 class _GroupCommunicator(Communicator):
     """Any other backend, through `new_group`, a collective call of all members."""
 
-    _uses_streams = True
+    uses_streams = True
     _scatters = True  # False once it is known that the backend has no reduce-scatter
 
     def __init__(self, spec: CommunicatorSpec, backend: str) -> None:

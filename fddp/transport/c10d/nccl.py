@@ -147,7 +147,7 @@ class NcclCommunicator(Communicator):
     """
 
     _averages = True
-    _uses_streams = True
+    uses_streams = True
     _is_open = True
 
     def __init__(

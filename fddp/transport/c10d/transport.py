@@ -281,6 +281,12 @@ class C10dTransport(Transport):
         found = [self._communicators[self._everyone].get(each) for each in device_types]
         return all(each is not None and each.averages for each in found)
 
+    def orders_by_streams(self, device_types: Collection[str]) -> bool:
+        found = [self._communicators[self._everyone].get(each) for each in device_types]
+        return super().orders_by_streams(device_types) or all(
+            each is not None and each.uses_streams for each in found
+        )
+
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(self._global_ranks)
@@ -481,6 +487,9 @@ class C10dTransport(Transport):
         self._membership.publish_step_failure(step, text)
 
     def close(self, reason: str = "close() was called") -> None:
+        if self.closed_by:  # others know of it
+            super().close(reason)
+            return
         # gloo's connections live as long as its operations.
         on_devices = any(communicator.in_flight for communicator in self._opened)
         self._end(reason, is_awaited=on_devices or self._works.in_flight)
