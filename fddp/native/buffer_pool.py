@@ -58,7 +58,7 @@ class BufferPool:
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
         released = self._released.get(key)
-        if released is not None and not _is_captured(device):
+        if released and (device.type in _WITHOUT_STREAMS or not is_capturing(device.type)):
             buffer = released.take(numel, dtype, device)
             if buffer is not None:
                 return buffer
@@ -66,7 +66,8 @@ class BufferPool:
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
         """Return a buffer to the pool. Views of it may still be in use."""
-        if _is_captured(buffer.device):
+        device_type = buffer.device.type
+        if device_type not in _WITHOUT_STREAMS and is_capturing(device_type):
             return
         released = self._released.pop(key, None)
         if released is None:
@@ -105,10 +106,6 @@ class BufferPool:
     def clear(self) -> None:
         """Drop all buffers."""
         self._released = {}
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type not in _WITHOUT_STREAMS and is_capturing(device.type)
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
                 taken[grad.untyped_storage()._cdata] = grad
             elif not (isinstance(grad, Tensor) and may_lie_elsewhere):
                 raise TreeMismatchError(
-                    f"{where} is no result of this GradSync, or was donated before; pass the "
-                    f"unchanged tree that a step returned"
+                    f"{where} is no result of this GradSync, was donated before, or belongs to the "
+                    f"graph that captured its step; pass the unchanged tree that a step returned"
                 )
     invalidate(taken.values(), _TEXT)

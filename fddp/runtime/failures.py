@@ -112,8 +112,8 @@ def peer_error(step: int, failures: Mapping[int, str], *, returned: bool = False
 
 
 _RETURNED = (
-    "results of this step, which report='next' has returned before, are no mean over ranks: go "
-    "back to parameters and state from before it"
+    "results of this step, where report='next' has returned them before, are no mean over ranks: "
+    "go back to parameters and state from before it"
 )
 
 

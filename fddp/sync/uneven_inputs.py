@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fddp.core.entrance import entrance
 from fddp.sync.engine import any_rank_has_input
+from fddp.sync.grad_sync import GradSync
 from fddp.sync.rounds import EXHAUSTED, Round
-
-if TYPE_CHECKING:
-    from fddp.sync.grad_sync import GradSync
 
 
 class _Failed(NamedTuple):
@@ -40,6 +38,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
         A batch, a tuple of batches if `every` is above 1, or `EXHAUSTED`.
 
     Raises:
+        TypeError: `sync` is no `GradSync`.
         ValueError: `every` is below 1, or the report of a step is read after it.
         UnevenError: a round synchronised more or less often than once.
         Exception: an error of `batches`, in the round of the missing batch; the other ranks raise
@@ -56,6 +55,11 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
         >>> fddp.loopback(2, train)
         [[1.0, 1.0], [1.0, 1.0]]
     """
+    if not isinstance(sync, GradSync):
+        raise TypeError(
+            f"fddp.uneven expected a GradSync as its second argument, got a {type(sync).__name__}; "
+            f"write fddp.uneven(batches, sync)"
+        )
     if sync._engine.terms.report == "next":
         raise ValueError(
             "each round of fddp.uneven ends by the report of its step, which report='next' reads "

@@ -310,6 +310,16 @@ def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
         return seen, rounds, after, again
 
 
+def test_arguments_in_the_wrong_order_are_an_error() -> None:
+    def loop(group: Any) -> Ending:
+        with fddp.GradSync(mlp(), group=group) as sync:
+            return ending(lambda: [*fddp.uneven(sync, [1, 2])])  # type: ignore[arg-type]
+
+    (found,) = fddp.loopback(1, loop)
+    assert found.kinds[0] == "TypeError", found
+    assert "expected a GradSync as its second argument, got a list" in found.text, found
+
+
 FAILING = {
     "item 0": (0, "BoomError", "boom 0 in the source"),
     "item 1": (1, "BoomError", "boom 1 in the source"),
