@@ -1,6 +1,7 @@
 #pragma once
 
 #include <Python.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -26,9 +27,11 @@ class PythonEntry {
  private:
   // Return the hook before.
   static py::object set_hook(PyObject* hook) {
-    static PyObject* const set =
-        py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")).release().ptr();
-    auto before = py::reinterpret_steal<py::object>(PyObject_CallOneArg(set, hook));
+    // Not a plain static variable: the import may release the GIL to a thread that waits for it here.
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> set;
+    set.call_once_and_store_result(
+        [] { return py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")); });
+    auto before = py::reinterpret_steal<py::object>(PyObject_CallOneArg(set.get_stored().ptr(), hook));
     if (!before) throw py::error_already_set();
     return before;
   }

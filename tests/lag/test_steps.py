@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,3 +171,25 @@ def buffers_on_rank(rank: int, world_size: int) -> list[str]:
 
 def test_a_forward_that_broadcasts_buffers_does_not_wait_for_the_device(lagging: str) -> None:
     assert on_two_ranks(buffers_on_rank) == [[], []]
+
+
+def clocks_on_rank(rank: int, world_size: int) -> tuple[bool, bool]:
+    lag.load()
+    group, device = dist.new_group(backend="cpu:gloo,lag:lag"), torch.device("lag", 0)
+    own = Rank(rank, group, group, device)
+    params, x = own.put(mlp()), own.put(batch(rank, 0))
+    found = []
+    with fddp.GradSync(params, group=group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for lasts_s in (60.0, 60.0, -1.0):
+            with mock.patch("fddp.transport.c10d.device_clock._LASTS_S", lasts_s):
+                step(params, x)
+            (communicator,) = [
+                each for each in sync._engine.transport._opened if device in each._clocks
+            ]
+            found.append(communicator._clocks[device])
+    return found[1] is found[0], found[2] is found[1]
+
+
+def test_a_clock_is_replaced_before_its_numbers_are_coarse(lagging: str) -> None:
+    assert on_two_ranks(clocks_on_rank) == [(True, False)] * 2

@@ -66,7 +66,7 @@ class FlightOp(NamedTuple):
         launched_s: seconds from the launch to the time of the log.
         waited_s: seconds from the launch until this rank began to wait; None if it did not.
         done_s: seconds from the launch to the end of the wait; None if it has not ended. The
-            operation may have completed earlier.
+            operation may have completed earlier; or later, on a device, whose stream then waits.
         state: progress of the operation.
     """
 

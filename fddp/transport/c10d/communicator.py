@@ -313,7 +313,7 @@ class Communicator:
         """
         if self.uses_streams and device.type != "cpu":
             clock = self._clocks.get(device)
-            if clock is None:
+            if clock is None or clock.is_old:
                 clock = self._clocks[device] = DeviceClock(device)
             return clock.end_of(collective.works)
         stamps = [extension.compiled.CompletionTimestamp(work) for work in collective.works]
