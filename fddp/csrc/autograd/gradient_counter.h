@@ -80,9 +80,8 @@ class GradientCounter {
   // Take the gradients of one bucket as `take` does, and pack those that were not packed on arrival
   // into `buffer`, multiplied by `scale`. Return a bound on the magnitudes of all gradients of the
   // bucket, infinity if any gradient is not finite; it means nothing on other devices than the CPU.
-  // `squares`, unless null, receives
-  // the sums of squares of the bucket's slots, if those packed on arrival were to be summed. Call
-  // without the GIL.
+  // `squares`, unless null, receives the sums of squares of the bucket's slots, if those packed on
+  // arrival were to be summed. Call without the GIL.
   double pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale,
               double* squares = nullptr);
 
