@@ -9,6 +9,7 @@ import reprlib
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.control_word import ControlReport
@@ -160,19 +161,23 @@ def pack_error(
         return error
     problem = TreeMismatchError(f"{program.buckets[bucket].text} can't be packed: {error}")
     problem.__cause__ = error
-    for part in contributions.sources(program, bucket):
-        for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):
-            path = program.plan.paths[leaf]
-            if source is not None and (kind := wrapper_kind(source)):
-                return TreeMismatchError(
-                    f"the gradient of {leaf_text(path)} is a {kind}, whose memory does not hold "
-                    f"its values; {PLAIN_INSTEAD}"
-                )
-            if source is not None and source.device != buffer.device:
-                return TreeMismatchError(
-                    f"the gradient of {leaf_text(path)} is on {source.device} where its bucket is "
-                    f"on {buffer.device}; move it there"
-                )
+    leaves = program.plan.buckets[bucket].leaves
+    given = [part.sources for part in contributions.sources(program, bucket)]
+    if contributions.leaf_set is not None:  # which may have released the gradients
+        own = contributions.leaf_set.leaves
+        given.append([own[number] for number in program.member_numbers[bucket]])
+    for leaf, source in chain.from_iterable(zip(leaves, each, strict=True) for each in given):
+        path = program.plan.paths[leaf]
+        if source is not None and (kind := wrapper_kind(source)):
+            return TreeMismatchError(
+                f"the gradient of {leaf_text(path)} is a {kind}, whose memory does not hold "
+                f"its values; {PLAIN_INSTEAD}"
+            )
+        if source is not None and source.device != buffer.device:
+            return TreeMismatchError(
+                f"the gradient of {leaf_text(path)} is on {source.device} where its bucket is "
+                f"on {buffer.device}; move it there"
+            )
     return problem
 
 

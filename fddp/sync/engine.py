@@ -333,11 +333,6 @@ class Engine:
         label: str = "",
     ) -> Step:
         """Open a step, and begin it; as `run`. Errors of `begin` are raised by `finish`."""
-        if self.setup.code.accelerators and self.is_captured:
-            error = self.capture_error(with_stats=with_stats)
-            if error is not None:
-                with self.beside_capture():
-                    self.fail_step(error)
         step = self.open(method, with_stats=with_stats, label=label)
         try:
             step.take_begin_result(begin(step))
@@ -351,9 +346,14 @@ class Engine:
         Raises:
             ClosedError: the engine is closed.
             ReentryError: backward of another step runs.
-            TransformError: the step is captured in a graph, and can't be.
+            TransformError: the step is captured in a graph, and can't be. Other ranks have read
+                the error in a step beside the capture.
             UnevenError: the other ranks have left the loop.
         """
+        is_captured = bool(self.setup.code.accelerators) and self.is_captured
+        if is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
+            with self.beside_capture():
+                self.fail_step(error)
         if self.in_flight is not None:
             self.finish_in_flight()
         if self._unread is not None:
@@ -368,9 +368,6 @@ class Engine:
                 f"of the same GradSync runs, which ranks reach at different points; call it in "
                 f"the loss function itself, or use another GradSync for it"
             )
-        is_captured = bool(self.setup.code.accelerators) and self.is_captured
-        if is_captured and (error := self.capture_error(with_stats=with_stats)) is not None:
-            raise error
         setup, turn = self.setup, self.round
         code, idle, nonfinite = setup.code, self._idle, self.terms.nonfinite
         if method is Method.ALL_GATHER and setup.gathering is not None:

@@ -222,6 +222,7 @@ def _opened(spec: RebuildSpec, finished: int | None) -> tuple[Engine, Any]:
     engine.continue_from(newest.step, newest.finished)
     if spec.old is not None:
         engine.arrivals = spec.old.arrivals
+        engine.devices.update(spec.old.devices)
         engine.stopping.take_over(spec.old.stopping)
     if spec.state is ABSENT:
         return engine, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -558,14 +560,16 @@ def dropped_in_use(rank: Rank) -> None:
 
 
 def elsewhere(rank: Rank) -> None:
-    """Gradients that one rank has on another type of device than the plan's."""
+    """Gradients that one rank has on another type of device than the plan's: passed, and found by
+    backward."""
     grads = rank.put(mlp())
-    for report in ("now", "next"):
+    for report, place in itertools.product(("now", "next"), ("cpu", "meta")):
+        moved = tree_map(partial(torch.Tensor.to, device=place), grads)
+        given = moved if rank.number == 1 else grads
         with fddp.GradSync(grads, group=rank.group, report=report, **SMALL) as sync:
-            sync(grads)
-            for place in ("cpu", "meta"):
-                moved = tree_map(lambda grad: grad.to(place), grads)  # noqa: B023
-                found = ending(lambda: sync(moved if rank.number == 1 else grads))  # noqa: B023
+            for step in (sync, sync.value_and_grad(_sum_of_leaves)):
+                step(grads)
+                found = ending(partial(step, given))
                 if rank.number == 1:
                     assert found.kinds[0] == "TreeMismatchError", found
                 elif report == "now":
@@ -573,8 +577,13 @@ def elsewhere(rank: Rank) -> None:
                 if report == "next":
                     found = ending(sync.check)
                     assert found.kinds[0] == "PeerError", found
+                assert "the gradient of leaf 'layer" in found.text, found
                 assert f"is on {place} where its bucket is on {rank.device}" in found.text, found
                 rank.check(sync(grads), mlp())
+
+
+def _sum_of_leaves(params: Any) -> Tensor:
+    return torch.stack([leaf.sum() for leaf in flatten(params)[0]]).sum()
 
 
 def closed_with_work_in_flight(rank: Rank) -> None:

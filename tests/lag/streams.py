@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -158,14 +159,19 @@ def failed_on_a_second_device(rank: Rank) -> None:
     there = torch.device(rank.device.type, 1)
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     for report in ("now", "next"):
-        with fddp.GradSync(params, group=rank.group, report=report, **SMALL) as sync:
+        sync = fddp.GradSync(params, group=rank.group, report=report, **SMALL)
+        for is_last in (False, True):
             for _ in range(2):  # also in the first step
-                found = ending(lambda: sync({} if rank.number == 1 else params))
+                found = ending(partial(sync, {} if rank.number == 1 else params))
                 if report == "next":
                     found = ending(sync.check)
                 kind = "TreeMismatchError" if (rank.number, report) == (1, "now") else "PeerError"
                 assert found.kinds[0] == kind, found
                 rank.check(sync(params), mlp())
+            if is_last:
+                sync.close()
+            else:  # and in the first one after
+                sync = sync.rebuild(rank.group)
 
 
 def used_on_streams_of_a_second_device(rank: Rank) -> None:

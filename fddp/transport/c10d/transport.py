@@ -20,6 +20,7 @@ import itertools
 import threading
 import weakref
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -278,14 +279,19 @@ class C10dTransport(Transport):
             self.status.finish(what)
 
     def averages(self, device_types: Collection[str]) -> bool:
-        found = [self._communicators[self._everyone].get(each) for each in device_types]
-        return all(each is not None and each.averages for each in found)
+        return self._all_are(device_types, attrgetter("averages"))
 
     def orders_by_streams(self, device_types: Collection[str]) -> bool:
-        found = [self._communicators[self._everyone].get(each) for each in device_types]
-        return super().orders_by_streams(device_types) or all(
-            each is not None and each.uses_streams for each in found
+        return super().orders_by_streams(device_types) or self._all_are(
+            device_types, attrgetter("uses_streams")
         )
+
+    def _all_are(
+        self, device_types: Collection[str], is_one: Callable[[Communicator], bool]
+    ) -> bool:
+        """Return True if `is_one` holds for the communicators of all ranks on these devices."""
+        found = map(self._communicators[self._everyone].get, device_types)
+        return all(each is not None and is_one(each) for each in found)
 
     @property
     def members(self) -> tuple[int, ...]:
