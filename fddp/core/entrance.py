@@ -57,6 +57,7 @@ def entrance(function: F) -> F:
             except Exception as error:
                 _shorten(error)
                 if sys.version_info < (3, 11):
+                    __tracebackhide__ = True
                     raise error
                 raise
 
@@ -68,8 +69,10 @@ def entrance(function: F) -> F:
             return function(*args, **kwargs)
         except Exception as error:
             _shorten(error)
-            # Until Python 3.11, `raise` alone restores the traceback that was caught.
+            # Until Python 3.11, `raise` alone restores the traceback that was caught, and the other
+            # form adds this frame, which pytest hides.
             if sys.version_info < (3, 11):
+                __tracebackhide__ = True
                 raise error
             raise
 

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Those without which the rest is tested.
-LIBRARIES = ("equinox", "flax", "jax", "optax")
+LIBRARIES = ("equinox", "flax", "jax", "optax", "sphinx")
 
 _left_out: list[Path] = []
 
@@ -40,16 +40,18 @@ def _missing(path: Path) -> frozenset[str]:
     absent = {name for name in LIBRARIES if find_spec(name) is None}
     if not absent:
         return frozenset()
-    found = set[str]()
-    for name in _imported(path):
-        top = name.partition(".")[0]
-        module = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-        if top in absent:
-            found.add(top)
-        elif top in ("examples", "tests") and module.is_file() and module != path:
-            found |= _missing(module)
-        elif name.startswith("fddp.jax"):
-            found |= absent & {"jax"}
+    found, seen, pending = set[str](), {path}, [path]
+    while pending:
+        for name in _imported(pending.pop()):
+            top, place = name.partition(".")[0], ROOT.joinpath(*name.split("."))
+            if top in absent:
+                found.add(top)
+            elif top in ("examples", "tests"):
+                modules = {place.with_suffix(".py"), place / "__init__.py"} - seen
+                pending += [module for module in modules if module.is_file()]
+                seen |= modules
+            elif name.startswith("fddp.jax"):
+                found |= absent & {"jax"}
     if path.is_relative_to(ROOT / "fddp" / "jax"):  # whose package imports it
         found |= absent & {"jax"}
     return frozenset(found)
