@@ -145,7 +145,7 @@ def test_what_precedes_an_endless_loop_counts() -> None:
 
 
 def test_no_exception_and_no_thread_is_left() -> None:
-    before = {*threading.enumerate()}
+    before = {thread.name for thread in threading.enumerate()}
     for _ in range(3):
         with pytest.raises(fddp.ReplicationError):
             check_replication(endless_in_python, replicated=(W,), varying=(X,), limit_s=0.1)
@@ -153,4 +153,5 @@ def test_no_exception_and_no_thread_is_left() -> None:
     for thread in threading.enumerate():
         if thread.name == "fddp-check-limit":
             thread.join()
-    assert before.issuperset(threading.enumerate())
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert left <= {"fddp-closer"}  # which ends by itself, and begins again if it is needed
