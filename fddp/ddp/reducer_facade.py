@@ -109,7 +109,8 @@ class Reducer:
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """Return the buckets in launch order, with zeros for gradients."""
         ddp = self._wrapper
-        bound = BoundHook.of(allreduce, ddp.steps.engine.program)
+        engine = ddp.steps.engine
+        bound = BoundHook.of(allreduce, engine.program, engine.devices)
         return [
             GradBucket(
                 spec,

@@ -45,8 +45,10 @@ class BoundHook:
     issued: dict[int, Sequence[Sequence[Issued]] | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, hook: Hook[Any], program: Program) -> BoundHook:
-        """Bind a hook to a program.
+    def of(
+        cls, hook: Hook[Any], program: Program, devices: Mapping[str, torch.device]
+    ) -> BoundHook:
+        """Bind a hook to a program. `devices` are those of the leaves by label, as known.
 
         Raises:
             ValueError: the schedule has not exactly one all-reduce of each bucket, or leaves shards
@@ -66,7 +68,10 @@ class BoundHook:
             gathers = enumerate(program.schedule.ops)
             positions |= {op.bucket: i for i, op in gathers if op.kind == "gather"}
         last = next(reversed(positions), -1)
-        specs = {b: _spec(program, b, i, is_last=b == last) for b, i in positions.items()}
+        specs = {
+            b: _spec(program, b, i, Devices(devices), is_last=b == last)
+            for b, i in positions.items()
+        }
         what, states = f"the state of {hook.name}", _init(hook, program, specs)
         schemas = tuple(_StateSchema.of(state, what) for state in states)
         stateful = any(schema.kinds for schema in schemas)
@@ -216,7 +221,9 @@ def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
     return all(size == 1 or name in axes for name, (size, _) in program.places.items())
 
 
-def _spec(program: Program, bucket: int, position: int, *, is_last: bool) -> BucketSpec:
+def _spec(
+    program: Program, bucket: int, position: int, devices: Devices, *, is_last: bool
+) -> BucketSpec:
     """Specification of the part of a bucket that its all-reduce works on, on this rank."""
     start, stop = program.extents[position]
     planned, layout = program.plan.buckets[bucket], program.layouts[bucket]
@@ -239,7 +246,7 @@ def _spec(program: Program, bucket: int, position: int, *, is_last: bool) -> Buc
         is_last=is_last,
         numel=stop - start,
         dtype=getattr(torch, program.schedule.wire_dtypes[bucket]),
-        device=Devices()[planned.device],
+        device=devices[planned.device],
         paths=tuple(paths),
         shapes=tuple(shapes),
         strides=tuple(strides),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -89,9 +89,12 @@ class Engine:
 
     Args:
         request: the caller's request.
+        devices: devices of leaves that are not at hand, by their label in the plan.
     """
 
-    def __init__(self, request: EngineSpec) -> None:
+    def __init__(
+        self, request: EngineSpec, devices: Mapping[str, torch.device] | None = None
+    ) -> None:
         group = request.span.group
         name = usable_transport(request.transport, group)
         timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
@@ -102,16 +105,16 @@ class Engine:
         # True if this rank's trees have arrays of another library.
         self._foreign = request.is_foreign
         # Devices of the leaves, by their label in the plan.
-        self.devices: dict[str, torch.device] = {}
+        self.devices = dict(devices or {})
         # Axes for which the transport has groups; they are opened once.
         self._groups: list[tuple[str, ...]] = []
         try:
             # ... on plan and options ...
             self.terms = _agreed_terms(self.transport, request)
-            devices = request.devices(self.terms.plan)
-            self.transport.connect(devices)
+            accelerators = request.devices(self.terms.plan)
+            self.transport.connect(accelerators)
             labels = {bucket.device for bucket in self.terms.plan.buckets}
-            self.devices = _devices_of(labels, devices)
+            self.devices |= _devices_of(labels, accelerators)
             types = {label.partition("#")[0] for label in labels}
             self._averages = self.transport.world_size > 1 and self.transport.averages(types)
             # ... and on the groups along the axes of the schedule, which is proved first.
@@ -211,7 +214,7 @@ class Engine:
             program = staged(program, hook)
             if program.schedule is not schedule:
                 check_schedule(program.schedule)
-            bound = BoundHook.of(hook, program)
+            bound = BoundHook.of(hook, program, self.devices)
             if bound.stateful:  # by bucket: the plan must not be rebuilt
                 program = replace(program, with_order=False)
         return Setup(

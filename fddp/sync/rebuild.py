@@ -215,14 +215,13 @@ def join_engine(
 
 
 def _opened(spec: RebuildSpec, finished: int | None) -> tuple[Engine, Any]:
-    engine = Engine(spec)
+    engine = Engine(spec, {} if spec.old is None else spec.old.devices)
     newest = spec.newest
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     engine.continue_from(newest.step, newest.finished)
     if spec.old is not None:
         engine.arrivals = spec.old.arrivals
-        engine.devices.update(spec.old.devices)
         engine.stopping.take_over(spec.old.stopping)
     if spec.state is ABSENT:
         return engine, None

@@ -385,7 +385,8 @@ class NcclBackend final : public StreamBackend {
       std::lock_guard lock(connections_lock);
       connections.push_back(c10::str(
           parent == nullptr ? "new" : "split", " on ", index, ", priority ",
-          options_->is_high_priority_stream, ", min_ctas ", options_->config.min_ctas));
+          options_->is_high_priority_stream, ", min_ctas ", options_->config.min_ctas, ", timeout ",
+          options_->timeout.count() / 1000, " s"));
     }
     const auto own = c10::make_intrusive<c10d::PrefixStore>(name, store);
     return connect_gloo(own, getRank(), getSize(), options_->timeout);

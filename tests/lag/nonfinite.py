@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -125,6 +126,24 @@ def flagged(rank: Rank) -> None:
     flags, order = flag_nonfinite(host, torch.device("cpu"))
     assert there == dict(zip(order, flags.tolist(), strict=True))
     assert there == {n: float(not tensor.isfinite().all()) for n, tensor in enumerate(host)}
+
+
+def failed_before_flags(rank: Rank) -> None:
+    """A step under a policy that one rank fails before it has leaves, while the other one takes its
+    results: both send a flag of these."""
+    for algorithm in ("all_reduce", "reduce_scatter"):
+        options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": "skip", **LATER}
+        with fddp.GradSync(rank.put(mlp()), group=rank.group, **options) as sync:
+            take = sync if algorithm == "all_reduce" else sync.reduce_scatter
+            for number in range(2):
+                grads = _gradients(rank, number)
+                take(grads)
+                ending(partial(take, {} if rank.number == 1 else grads))
+                found = ending(sync.check)
+                assert found.kinds[0] == "PeerError", found
+                taken = take(grads)
+                whole = taken if algorithm == "all_reduce" else sync.all_gather(taken)
+                rank.check(whole, means(number))
 
 
 def wrapped_skips_later(rank: Rank) -> None:

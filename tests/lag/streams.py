@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from tests.lag.rank import (
 )
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
-from tests.support.models import batch, mean_gradients, mlp
+from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,8 +159,12 @@ def failed_on_a_second_device(rank: Rank) -> None:
         return
     there = torch.device(rank.device.type, 1)
     params = tree_map(lambda leaf: leaf.to(there), mlp())
-    for report in ("now", "next"):
-        sync = fddp.GradSync(params, group=rank.group, report=report, **SMALL)
+    plan = fddp.plan_buckets(params, **SMALL)
+    for report, source in product(("now", "next"), (params, plan)):
+        options: dict[str, Any] = SMALL if source is params else {}
+        sync = fddp.GradSync(source, group=rank.group, report=report, **options)
+        if source is plan:  # which learns the device from gradients
+            rank.check(sync(params), mlp())
         for is_last in (False, True):
             for _ in range(2):  # also in the first step
                 found = ending(partial(sync, {} if rank.number == 1 else params))
@@ -172,6 +177,33 @@ def failed_on_a_second_device(rank: Rank) -> None:
                 sync.close()
             else:  # and in the first one after
                 sync = sync.rebuild(rank.group)
+
+
+def hooks_on_a_second_device(rank: Rank) -> None:
+    """Hooks with state for leaves on a device that is not the current one, also after a rebuild,
+    compared with what they give on the CPU."""
+    if torch.accelerator.device_count() < 2:
+        return
+    there = torch.device(rank.device.type, 1)
+    host = mlp()
+    params = tree_map(lambda leaf: leaf.to(there), host)
+    with_feedback = fddp.hooks.error_feedback(fddp.hooks.int8())
+    for hook, within in ((fddp.hooks.power_sgd(rank=2), 1e-6), (with_feedback, 1e-1)):
+        options: dict[str, Any] = {"group": rank.group, "hook": hook, **SMALL}
+        with fddp.GradSync(host, **options) as other:
+            sync = fddp.GradSync(params, **options)
+            for number in range(2):
+                x = batch(rank.number, number)
+                _, grads, _ = sync.value_and_grad(mlp_loss)(
+                    params, x.to(there), hook_state=sync.init_state()
+                )
+                _, expected, _ = other.value_and_grad(mlp_loss)(
+                    host, x, hook_state=other.init_state()
+                )
+                rank.check(grads, expected, within)
+                if number == 0:
+                    sync = sync.rebuild(rank.group)
+            sync.close()
 
 
 def used_on_streams_of_a_second_device(rank: Rank) -> None:

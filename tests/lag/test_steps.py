@@ -37,7 +37,7 @@ ON_NCCL = (
     *("virtual_ranks_with_times", "closed_in_flight", "closed_with_handles", "wrapped", "hooked"),
     *("trained_within_a_stream", "skipped_later", "raised_later", "wrapped_skips_later"),
     *("captured", "captured_shards", "captured_skips", "captured_module"),
-    *("refused", "refused_module"),
+    *("refused", "refused_module", "closed_with_work_in_flight"),
 )
 
 

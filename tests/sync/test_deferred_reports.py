@@ -456,3 +456,17 @@ def test_wrappers_with_unused_parameters_are_refused(name: str) -> None:
     for own in fddp.loopback(RANKS, refuse):
         assert own.kinds[0] == "ValueError", own
         assert f"{name}{'()' if name == 'join' else ''} and report='next'" in own.text, own
+
+
+def left_in_flight(group: Any) -> list[str]:
+    ones = {"w": torch.ones(2)}
+    with fddp.GradSync(ones, group=group, report="next") as sync:
+        sync(ones)
+        handle = sync.start(ones if group.rank == 0 else {"w": None})
+        found = [ending(partial(sync, ones)), ending(sync.check), ending(partial(sync, ones))]
+        del handle
+        return [each.kinds[0] for each in found]
+
+
+def test_the_report_of_a_step_in_flight_comes_with_the_next_call() -> None:
+    assert fddp.loopback(RANKS, left_in_flight) == [["PeerError", "no error", "no error"]] * RANKS
