@@ -540,20 +540,26 @@ def awaited_on_another_stream(rank: Rank) -> None:
 
 
 def dropped_in_use(rank: Rank) -> None:
-    """A buffer of a pool that is taken on another stream than that of its memory, and dropped with
-    work in flight, as by a step that fails."""
+    """A buffer of a pool that is taken or released on another stream than that of its memory, and
+    dropped with work in flight, as by a step that fails."""
     away, busy = torch.Stream(rank.device), rank.put(torch.ones(1))
     form = 4096, torch.float64, rank.device
-    for take in ("take", "take_last"):
+    for use in ("take", "take_last", "add"):
         released = extension.compiled.ReleasedBuffers()
-        released.add(torch.empty(form[0], dtype=form[1], device=form[2]))
+        taken: Tensor | None = torch.empty(form[0], dtype=form[1], device=form[2])
+        if use != "add":
+            released.add(taken)
+            taken = None
         away.wait_stream(torch.accelerator.current_stream())
         with away:
             slow(busy)
-            taken = released.take(*form) if take == "take" else released.take_last()
+            if use != "add":
+                taken = released.take(*form) if use == "take" else released.take_last()
             assert taken is not None
             taken.fill_(5.0)
-            del taken
+            if use == "add":
+                released.add(taken)
+            del taken, released
         other = torch.full((form[0],), 7.0, dtype=form[1], device=form[2])
         torch.accelerator.current_stream().wait_stream(away)
         assert (other.cpu() == 7.0).all()
