@@ -402,7 +402,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag)
       const override {
     count("events", 1);
-    delete static_cast<Moment*>(std::exchange(*event, new Moment(end_of(stream))));
+    auto* moment = new Moment(end_of(stream));
+    moment->device = stream.device_index();
+    delete static_cast<Moment*>(std::exchange(*event, moment));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
@@ -427,7 +429,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     forbid_in_captures("elapsed time of events");
-    return static_cast<Moment*>(second)->ended_ms() - static_cast<Moment*>(first)->ended_ms();
+    const auto& start = *static_cast<Moment*>(first);
+    const auto& end = *static_cast<Moment*>(second);
+    TORCH_CHECK(start.device == end.device, "elapsed time between events of two devices");
+    TORCH_CHECK(start.is_over() && end.is_over(), "elapsed time of an event that is not over");
+    return end.ended_ms() - start.ended_ms();
   }
   bool queryStream(const c10::Stream& stream) const override {
     forbid_in_captures("query of a stream");

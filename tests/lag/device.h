@@ -37,6 +37,8 @@ class Moment {
   std::shared_ptr<Recording> recording;
   size_t slot = 0;
 
+  c10::DeviceIndex device = -1; // of an event
+
  private:
   struct State;
   std::shared_ptr<State> state_ = make();

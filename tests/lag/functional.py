@@ -471,9 +471,10 @@ def two_devices(rank: Rank) -> None:
         fddp.GradSync(away, group=rank.group, **SMALL) as second,
     ):
         step, beside = sync.value_and_grad(loss_fn), second.value_and_grad(mlp_loss)
+        informed = sync.value_and_grad(loss_fn, with_info=True)
         for number in range(3):
             x = rank.put(batch(rank.number, number))
-            _, grads = step(params, x)
+            _, grads, *_ = (informed if number == 2 else step)(params, x)
             _, others = beside(away, x.to(there))
             rank.check(grads, means(number))
             rank.check(others, means(number))

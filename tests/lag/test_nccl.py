@@ -17,7 +17,8 @@ from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.operation import Operation
 from tests import lag
 from tests.lag.rank import SMALL, Rank, means, module, on_two_ranks
-from tests.support.models import batch, mlp, mlp_loss
+from tests.support.models import batch, mean_gradients, mlp, mlp_loss
+from tests.support.ranks import run_fresh
 
 
 def opened(rank: int, backend: str = "cpu:gloo,lag:nccl", **options: Any) -> Rank:
@@ -81,6 +82,23 @@ def along_axes_on_rank(rank: int, world_size: int) -> int:
 
 def test_groups_along_axes_are_connected_at_construction(lagging: str) -> None:
     assert on_two_ranks(along_axes_on_rank) == [1, 1]  # the axis of all ranks
+
+
+def along_two_axes_on_rank(rank: int, world_size: int) -> list[int]:
+    own = opened(rank)
+    mesh = fddp.Topology(host=2, local=2)
+    options: dict[str, Any] = {"group": own.group, "mesh": mesh, "algorithm": "hierarchical"}
+    inputs = [(batch(each, 0),) for each in range(world_size)]
+    with fddp.GradSync(own.put(mlp()), **options, **SMALL) as sync:
+        at_construction = len(lag.load().take_connections())
+        mean = mean_gradients(mlp_loss, mlp(), inputs, [1.0] * world_size)
+        own.check(sync(gradients(own, 0)), mean)
+    return [at_construction, len(lag.load().take_connections())]
+
+
+def test_groups_along_each_of_two_axes_are_connected_at_construction(lagging: str) -> None:
+    outcomes = run_fresh(4, along_two_axes_on_rank, timeout_s=280)
+    assert [outcome.result for outcome in outcomes] == [[3, 0]] * 4, outcomes
 
 
 # Collectives of steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fddp
+from fddp.transport.c10d.device_clock import DeviceClock
 from tests import lag
 from tests.lag import scenarios
 from tests.lag.rank import SMALL, Rank, module, on_two_ranks
@@ -125,7 +127,9 @@ def test_the_host_waits_for_the_device_only_for_norms_and_times(lagging: str) ->
     backends = "cpu:gloo,lag:lag", "lag:lag", "lag:nccl"
     for found in itertools.chain(*on_two_ranks(waits_on_rank, *backends)):
         to_read = {"copy to the host", "synchronize of an event"}  # norms, and when sums ended
-        assert {*found.pop("value_and_grad, with_info")} <= to_read
+        informed = found.pop("value_and_grad, with_info")
+        assert {*informed} <= to_read
+        assert informed.count("copy to the host") == 1, informed
         assert found.pop("raise later, check") == ["synchronize of an event"]
         assert not any(found.values()), found
 
@@ -154,6 +158,22 @@ def ahead_on_rank(rank: int, world_size: int) -> None:
 
 def test_with_later_reports_the_host_waits_for_no_other_rank(lagging: str) -> None:
     on_two_ranks(ahead_on_rank)
+
+
+def clock_on_rank(rank: int, world_size: int) -> bool:
+    issued = lag.load().Moment()
+    lag.load().hold(0, issued)
+    making = threading.Thread(target=DeviceClock, args=(torch.device("lag", 0),))
+    making.start()
+    making.join(20.0)
+    is_made = not making.is_alive()
+    issued.end()
+    making.join()
+    return is_made
+
+
+def test_a_clock_does_not_wait_for_work_on_the_device(lagging: str) -> None:
+    assert on_two_ranks(clock_on_rank) == [True, True]
 
 
 def buffers_on_rank(rank: int, world_size: int) -> list[str]:

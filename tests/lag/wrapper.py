@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from typing import Any
 
@@ -18,7 +19,7 @@ import fddp
 from tests.lag.rank import CAP, EXACT, Rank, gradients, mean_square, module, module_means, slow
 from tests.support.endings import ending
 from tests.support.groups import init_rpc
-from tests.support.models import batch
+from tests.support.models import batch, rand
 
 
 def wrapped(rank: Rank, **options: Any) -> None:
@@ -41,6 +42,30 @@ def wrapped(rank: Rank, **options: Any) -> None:
 def wrapped_with_views(rank: Rank) -> None:
     """Gradients as views of the buckets."""
     wrapped(rank, gradient_as_bucket_view=True)
+
+
+def virtual_on_a_second_device(rank: Rank) -> None:
+    """A wrapper with virtual ranks, of a module on a device that is not the current one."""
+    if torch.accelerator.device_count() < 2:
+        return
+    there = torch.device(rank.device.type, 1)
+    host = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    for number, p in enumerate(host.parameters()):
+        p.data = rand(*p.shape, seed=number)
+    net = copy.deepcopy(host).to(there)
+    ddp = fddp.DistributedDataParallel(
+        net, process_group=rank.group, virtual_ranks=4, bucket_cap_mb=CAP
+    )
+    for step in range(3):
+        ddp.zero_grad()
+        for number in ddp.carried_ranks:
+            is_last = number == ddp.carried_ranks[-1]
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                mean_square(ddp, batch(number, step).to(there)).backward()
+        host.zero_grad()
+        for number in range(4):
+            (mean_square(host, batch(number, step)) / 4).backward()
+        rank.check(gradients(net), gradients(host))
 
 
 class Table(nn.Module):
