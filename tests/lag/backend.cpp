@@ -290,6 +290,7 @@ struct NcclOptions final : c10d::Backend::Options {
 
 std::mutex connections_lock;
 std::vector<std::string> connections; // since the last call of `take_connections`
+std::vector<std::string> ends; // of connected backends, since the last call of `take_ends`
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Connect = std::function<Gloo(StorePtr, int, int, std::chrono::milliseconds)>;
@@ -335,7 +336,7 @@ class NcclBackend final : public StreamBackend {
   // As of NCCL: kernels in flight end at once.
   void abort() override {
     ended_ = 1;
-    at_end();
+    at_end("aborted");
   }
 
   // As of NCCL: waits for the kernels in flight.
@@ -344,7 +345,7 @@ class NcclBackend final : public StreamBackend {
     if (ended_ == 0) {
       ended_ = 2;
     }
-    at_end();
+    at_end("shut down");
   }
 
  protected:
@@ -392,7 +393,11 @@ class NcclBackend final : public StreamBackend {
     return connect_gloo(own, getRank(), getSize(), options_->timeout);
   }
 
-  void at_end() {
+  void at_end(const char* how) {
+    if (isInitialized()) {
+      std::lock_guard lock(connections_lock);
+      ends.emplace_back(how);
+    }
     // Never freed: gloo would wait for the operations of other ranks.
     static auto& kept = *new std::vector<std::unordered_map<int, Gloo>>;
     std::lock_guard lock(lock_);
@@ -445,6 +450,10 @@ void bind(pybind11::module& module) {
   module.def("take_connections", [] {
     std::lock_guard lock(connections_lock);
     return std::exchange(connections, {});
+  });
+  module.def("take_ends", [] {
+    std::lock_guard lock(connections_lock);
+    return std::exchange(ends, {});
   });
   module.def("set_connect", [](py::object connect) {
     connect_gloo = [connect = connect.release()](

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -99,6 +101,40 @@ def along_two_axes_on_rank(rank: int, world_size: int) -> list[int]:
 def test_groups_along_each_of_two_axes_are_connected_at_construction(lagging: str) -> None:
     outcomes = run_fresh(4, along_two_axes_on_rank, timeout_s=280)
     assert [outcome.result for outcome in outcomes] == [[3, 0]] * 4, outcomes
+
+
+def ends_on_rank(rank: int, world_size: int) -> list[list[str]]:
+    """Ends of communicators: of a `GradSync`, of one that fails, and of a group with that of its
+    broadcasts."""
+
+    def ends(count: int) -> list[str]:
+        found: list[str] = []
+        for _ in range(400):
+            found += lag.load().take_ends()
+            if len(found) >= count:
+                break
+            time.sleep(0.05)
+        return found
+
+    own, found = opened(rank), []
+    with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
+        own.check(sync(gradients(own, 0)), means(0))
+    found.append(ends(1))
+    sync = fddp.GradSync(own.put(mlp()), group=own.group, **SMALL)
+    sync._engine._break(0, KeyboardInterrupt())
+    found.append(ends(1))
+    fddp.broadcast(own.put(mlp()), group=own.group)
+    dist.barrier()
+    dist.destroy_process_group(own.group)
+    del own, sync
+    gc.collect()
+    found.append(ends(1))
+    return found
+
+
+def test_communicators_are_aborted_only_after_a_failure(lagging: str) -> None:
+    expected = [["shut down"], ["aborted"], ["shut down"]]
+    assert on_two_ranks(ends_on_rank) == [expected, expected]
 
 
 # Collectives of steps
