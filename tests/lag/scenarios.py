@@ -81,7 +81,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         s.sparse_on_streams,
         s.sparse_taken,
         w.wrapped_with_views,
-        w.virtual_on_a_second_device,
+        w.virtual_on_two_devices,
         w.accumulated,
         w.weighted,
         w.frozen,

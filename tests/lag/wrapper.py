@@ -44,15 +44,27 @@ def wrapped_with_views(rank: Rank) -> None:
     wrapped(rank, gradient_as_bucket_view=True)
 
 
-def virtual_on_a_second_device(rank: Rank) -> None:
-    """A wrapper with virtual ranks, of a module on a device that is not the current one."""
+class Moved(nn.Module):
+    """Its input on another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self._device)
+
+
+def virtual_on_two_devices(rank: Rank) -> None:
+    """A wrapper with virtual ranks, of a module with layers on two devices."""
     if torch.accelerator.device_count() < 2:
         return
     there = torch.device(rank.device.type, 1)
-    host = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    host = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8)).double()
     for number, p in enumerate(host.parameters()):
         p.data = rand(*p.shape, seed=number)
-    net = copy.deepcopy(host).to(there)
+    first, _, last = copy.deepcopy(host)
+    net = nn.Sequential(first.to(rank.device), Moved(there), last.to(there))
     ddp = fddp.DistributedDataParallel(
         net, process_group=rank.group, virtual_ranks=4, bucket_cap_mb=CAP
     )
@@ -61,7 +73,7 @@ def virtual_on_a_second_device(rank: Rank) -> None:
         for number in ddp.carried_ranks:
             is_last = number == ddp.carried_ranks[-1]
             with contextlib.nullcontext() if is_last else ddp.no_sync():
-                mean_square(ddp, batch(number, step).to(there)).backward()
+                mean_square(ddp, rank.put(batch(number, step))).backward()
         host.zero_grad()
         for number in range(4):
             (mean_square(host, batch(number, step)) / 4).backward()
