@@ -68,10 +68,8 @@ class BoundHook:
             gathers = enumerate(program.schedule.ops)
             positions |= {op.bucket: i for i, op in gathers if op.kind == "gather"}
         last = next(reversed(positions), -1)
-        specs = {
-            b: _spec(program, b, i, Devices(devices), is_last=b == last)
-            for b, i in positions.items()
-        }
+        known = Devices(devices)
+        specs = {b: _spec(program, b, i, known, is_last=b == last) for b, i in positions.items()}
         what, states = f"the state of {hook.name}", _init(hook, program, specs)
         schemas = tuple(_StateSchema.of(state, what) for state in states)
         stateful = any(schema.kinds for schema in schemas)

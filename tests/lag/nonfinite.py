@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -27,6 +29,7 @@ from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
 
 LATER: dict[str, Any] = {"report": "next", **SMALL}
+ALGORITHMS = "all_reduce", "reduce_scatter"
 
 
 def _spoiled(rank: Rank, tree: Any, name: str = "layer1") -> Any:
@@ -46,14 +49,24 @@ def _check_flag(rank: Rank, flag: Tensor | None, expected: float) -> None:
     rank.check({"flag": flag.double()}, {"flag": torch.tensor(expected).double()})
 
 
+@contextmanager
+def _opened(
+    rank: Rank, nonfinite: Any, algorithm: Any
+) -> Iterator[tuple[fddp.GradSync, Callable[[Any], Any], Callable[[Any], Any]]]:
+    """A `GradSync`, its call that takes a step, and the one that makes whole leaves of results."""
+    options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": nonfinite, **LATER}
+    with fddp.GradSync(rank.put(mlp()), group=rank.group, **options) as sync:
+        if algorithm == "all_reduce":
+            yield sync, sync, lambda results: results
+        else:
+            yield sync, sync.reduce_scatter, sync.all_gather
+
+
 def skipped_later(rank: Rank) -> None:
     """Zeros and a flag in place of a NaN of one rank, of whole leaves and of shards."""
     zeros = tree_map(torch.zeros_like, mlp())
-    for algorithm in ("all_reduce", "reduce_scatter"):
-        options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": "skip", **LATER}
-        with fddp.GradSync(rank.put(mlp()), group=rank.group, **options) as sync:
-            is_whole = algorithm == "all_reduce"
-            take = sync if is_whole else sync.reduce_scatter
+    for algorithm in ALGORITHMS:
+        with _opened(rank, "skip", algorithm) as (sync, take, make_whole):
             for number in range(3):
                 for tree, expected, flag in (
                     (_spoiled(rank, _gradients(rank, number)), zeros, 1.0),
@@ -62,17 +75,15 @@ def skipped_later(rank: Rank) -> None:
                     found = take(tree)
                     rank.overwrite_free()
                     kept = sync.found_inf
-                    rank.check(found if is_whole else sync.all_gather(found), expected)
+                    rank.check(make_whole(found), expected)
                     _check_flag(rank, kept, flag)
 
 
 def raised_later(rank: Rank) -> None:
     """The error for a NaN of one rank, with the next call, from steps on a stream of their own."""
     side = torch.Stream(device=rank.device)
-    for algorithm in ("all_reduce", "reduce_scatter"):
-        options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": "raise", **LATER}
-        with fddp.GradSync(rank.put(mlp()), group=rank.group, **options) as sync:
-            take = sync if algorithm == "all_reduce" else sync.reduce_scatter
+    for algorithm in ALGORITHMS:
+        with _opened(rank, "raise", algorithm) as (sync, take, _):
             for number in range(3):
                 grads = _gradients(rank, number)
                 side.wait_stream(torch.accelerator.current_stream())
@@ -131,19 +142,15 @@ def flagged(rank: Rank) -> None:
 def failed_before_flags(rank: Rank) -> None:
     """A step under a policy that one rank fails before it has leaves, while the other one takes its
     results: both send a flag of these."""
-    for algorithm in ("all_reduce", "reduce_scatter"):
-        options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": "skip", **LATER}
-        with fddp.GradSync(rank.put(mlp()), group=rank.group, **options) as sync:
-            take = sync if algorithm == "all_reduce" else sync.reduce_scatter
+    for algorithm in ALGORITHMS:
+        with _opened(rank, "skip", algorithm) as (sync, take, make_whole):
             for number in range(2):
                 grads = _gradients(rank, number)
                 take(grads)
                 ending(partial(take, {} if rank.number == 1 else grads))
                 found = ending(sync.check)
                 assert found.kinds[0] == "PeerError", found
-                taken = take(grads)
-                whole = taken if algorithm == "all_reduce" else sync.all_gather(taken)
-                rank.check(whole, means(number))
+                rank.check(make_whole(take(grads)), means(number))
 
 
 def wrapped_skips_later(rank: Rank) -> None:

@@ -107,28 +107,27 @@ def ends_on_rank(rank: int, world_size: int) -> list[list[str]]:
     """Ends of communicators: of a `GradSync`, of one that fails, and of a group with that of its
     broadcasts."""
 
-    def ends(count: int) -> list[str]:
-        found: list[str] = []
+    def ends() -> list[str]:
+        ended: list[str] = []
         for _ in range(400):
-            found += lag.load().take_ends()
-            if len(found) >= count:
+            if ended := lag.load().take_ends():
                 break
             time.sleep(0.05)
-        return found
+        return ended
 
     own, found = opened(rank), []
     with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
         own.check(sync(gradients(own, 0)), means(0))
-    found.append(ends(1))
+    found.append(ends())
     sync = fddp.GradSync(own.put(mlp()), group=own.group, **SMALL)
     sync._engine._break(0, KeyboardInterrupt())
-    found.append(ends(1))
+    found.append(ends())
     fddp.broadcast(own.put(mlp()), group=own.group)
     dist.barrier()
     dist.destroy_process_group(own.group)
     del own, sync
     gc.collect()
-    found.append(ends(1))
+    found.append(ends())
     return found
 
 
