@@ -169,6 +169,10 @@ class StreamBackend : public c10d::Backend {
     work->wait();
   }
 
+  bool is_busy() const {
+    return last_ && !last_->is_over();
+  }
+
   void wait_for_streams() {
     for (const auto& [device, stream] : streams_) {
       wait_for(stream, "");
@@ -378,7 +382,8 @@ class NcclBackend final : public StreamBackend {
     auto store = store_;
     auto name = c10::str("device ", index);
     if (parent != nullptr && parent->isInitialized()) {
-      // A collective of all ranks of the parent, matched by order.
+      // A collective of all ranks of the parent, matched by order. NCCL may deadlock.
+      TORCH_CHECK(!parent->is_busy(), "NCCL communicator was split with operations in flight");
       store = parent->store_;
       name = c10::str("split ", parent->splits_++, " color ", options_->split_color);
     }

@@ -153,26 +153,28 @@ def used_on_independent_streams(rank: Rank) -> None:
 
 
 def failed_on_a_second_device(rank: Rank) -> None:
-    """Steps that a rank fails before it has leaves, on a device that is not the current one: the
-    ranks are connected there alone."""
+    """Steps that a rank fails before it has leaves, on a device that is not the current one, where
+    the ranks are connected alone, or on both."""
     if torch.accelerator.device_count() < 2:
         return
     there = torch.device(rank.device.type, 1)
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     plan = fddp.plan_buckets(params, **SMALL)
-    for report, source in product(("now", "next"), (params, plan)):
-        options: dict[str, Any] = SMALL if source is params else {}
+    both, _ = on_both_devices(rank)
+    for report, source in product(("now", "next"), (params, plan, both)):
+        options: dict[str, Any] = {} if source is plan else SMALL
         sync = fddp.GradSync(source, group=rank.group, report=report, **options)
+        grads = params if source is plan else source
         if source is plan:  # which learns the device from gradients
-            rank.check(sync(params), mlp())
+            rank.check(sync(grads), mlp())
         for is_last in (False, True):
             for _ in range(2):  # also in the first step
-                found = ending(partial(sync, {} if rank.number == 1 else params))
+                found = ending(partial(sync, {} if rank.number == 1 else grads))
                 if report == "next":
                     found = ending(sync.check)
                 kind = "TreeMismatchError" if (rank.number, report) == (1, "now") else "PeerError"
                 assert found.kinds[0] == kind, found
-                rank.check(sync(params), mlp())
+                rank.check(sync(grads), mlp())
             if is_last:
                 sync.close()
             else:  # and in the first one after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 import fddp
 from fddp.transport import open_transport
 from fddp.transport.c10d.communicator import Communicator
+from fddp.transport.c10d.nccl import shared_backends
 from fddp.transport.operation import Operation
 from tests import lag
-from tests.lag.rank import SMALL, Rank, means, module, on_two_ranks
+from tests.lag.captures import capture
+from tests.lag.rank import CAP, SMALL, Rank, mean_square, means, module, on_two_ranks
+from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 from tests.support.ranks import run_fresh
 
@@ -46,6 +50,11 @@ def connections_on_rank(rank: int, world_size: int, is_bound: bool) -> list[list
         own.group._get_backend(own.device).eager_connect_single_device(own.device)
     device.take_connections()
     params, found = own.put(mlp()), []
+    if is_bound:  # an operation of the parent that is in flight, which a split has to await
+        begun, ones = device.Moment(), own.put(torch.ones(3))
+        device.hold(0, begun)
+        own.group.allreduce([ones])
+        threading.Timer(2.0, begun.end).start()
     with fddp.GradSync(params, group=own.group, timeout_s=45, **SMALL) as sync:
         found.append(device.take_connections())
         for number in range(3):
@@ -247,6 +256,12 @@ def half_issued_on_rank(rank: int, world_size: int) -> None:
     for number in range(3):
         own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
         assert len(lag.load().take_connections()) == (number == 0)
+    if rank == 0:
+        shared_backends(own.group).note("another")
+    with capture(own):
+        found = ending(lambda: fddp.broadcast(ours, group=own.group))
+    assert "call it once before the capture" in found.text, found
+    own.check(fddp.broadcast(ours, group=own.group), torch.zeros(3))
 
 
 def test_a_shared_communicator_is_replaced_if_ranks_have_used_it_differently(lagging: str) -> None:
@@ -269,6 +284,41 @@ def overlapping_on_rank(rank: int, world_size: int) -> None:
 def test_steps_of_two_syncs_overlap_in_other_orders_on_ranks(lagging: str) -> None:
     """On one communicator the sums would be of gradients of both, without an error."""
     on_two_ranks(overlapping_on_rank)
+
+
+def closed_in_backward_on_rank(rank: int, world_size: int, backend: str) -> None:
+    own = opened(rank, f"cpu:gloo,{backend}")
+    options: dict[str, Any] = {"process_group": own.group, "bucket_cap_mb": CAP}
+    ddp = fddp.DistributedDataParallel(module(own.device), transport="c10d", **options)
+    ddp._set_ddp_runtime_logging_sample_rate(1 << 30)
+
+    def backward(number: int) -> None:
+        mean_square(ddp, own.put(batch(rank, number))).backward()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for number in range(12):  # then Python starts no collective on the device
+        backward(number)
+    torch.accelerator.synchronize()
+    begun = lag.load().Moment()
+    lag.load().hold(0, begun)
+    if rank == 0:
+        next(iter(ddp.parameters())).register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            backward(12)
+        ddp._steps.close()
+    else:
+        # Not by its sockets, which it closes later.
+        with pytest.raises(fddp.RankLostError, match="it closed its transport"):
+            backward(12)
+    begun.end()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_a_rank_that_closes_with_buckets_in_flight_says_so(lagging: str, backend: str) -> None:
+    on_two_ranks(closed_in_backward_on_rank, backend)
 
 
 # Passes over the device's memory
