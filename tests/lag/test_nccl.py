@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 import fddp
 from fddp.transport import open_transport
 from fddp.transport.c10d.communicator import Communicator
-from fddp.transport.c10d.nccl import shared_backends
 from fddp.transport.operation import Operation
 from tests import lag
 from tests.lag.captures import capture
@@ -40,21 +40,21 @@ def gradients(own: Rank, number: int) -> Any:
 # Connections
 
 
+def bind(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect a group as `init_process_group(device_id=)` does."""
+    group.bound_device_id = device
+    group._get_backend(device).eager_connect_single_device(device)
+
+
 def connections_on_rank(rank: int, world_size: int, is_bound: bool) -> list[list[str]]:
     device = lag.load()
     theirs = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     theirs.config.min_ctas = 4
     own = opened(rank, pg_options=theirs)
     if is_bound:
-        own.group.bound_device_id = own.device  # as `init_process_group(device_id=)` does
-        own.group._get_backend(own.device).eager_connect_single_device(own.device)
+        bind(own.group, own.device)
     device.take_connections()
     params, found = own.put(mlp()), []
-    if is_bound:  # an operation of the parent that is in flight, which a split has to await
-        begun, ones = device.Moment(), own.put(torch.ones(3))
-        device.hold(0, begun)
-        own.group.allreduce([ones])
-        threading.Timer(2.0, begun.end).start()
     with fddp.GradSync(params, group=own.group, timeout_s=45, **SMALL) as sync:
         found.append(device.take_connections())
         for number in range(3):
@@ -79,6 +79,53 @@ def test_communicators_are_connected_at_construction(lagging: str, is_bound: boo
     ]
 
 
+def split_in_flight_on_rank(rank: int, world_size: int) -> None:
+    own, there = opened(rank), torch.device("lag", 1)
+    bind(own.group, there)
+    begun, ones = lag.load().Moment(), torch.ones(3, device=there)
+    lag.load().hold(1, begun)
+    own.group.allreduce([ones])
+    threading.Timer(2.0, begun.end).start()
+    with fddp.GradSync(ones, group=own.group) as sync:
+        own.check(sync(ones), torch.full((3,), 2.0))
+
+
+def test_a_split_awaits_the_operations_of_its_parent(lagging: str) -> None:
+    """On its device, which is not the current one."""
+    on_two_ranks(split_in_flight_on_rank)
+
+
+def on_two_devices_on_rank(rank: int, world_size: int) -> list[int]:
+    own, places = opened(rank), [torch.device("lag", index) for index in range(2)]
+    params = [torch.ones(4, device=device) for device in places]
+    with fddp.GradSync(params, group=own.group) as sync:
+        before = len(lag.load().take_connections())
+        own.check(sync(params), [torch.ones(4)] * 2)
+    return [before, len(lag.load().take_connections())]
+
+
+def test_both_devices_are_connected_at_construction(lagging: str) -> None:
+    assert on_two_ranks(on_two_devices_on_rank) == [[2, 0]] * 2
+
+
+def of_a_subgroup_on_rank(rank: int, world_size: int) -> list[int]:
+    lag.load()
+    group = dist.new_group([1, 2], backend="cpu:gloo,lag:nccl")
+    if rank == 0:
+        return []
+    with fddp.GradSync(torch.ones(8, device="lag"), group=group) as sync:
+        communicators = [*sync._engine.transport._communicators.values()]
+        (backend,) = [each["lag"].backend for each in communicators if "lag" in each]
+        found: list[int] = backend.options.global_ranks_in_group
+    return found
+
+
+def test_a_communicator_of_a_subgroup_knows_the_global_ranks(lagging: str) -> None:
+    """By which NCCL names ranks in what it reports."""
+    outcomes = run_fresh(3, of_a_subgroup_on_rank, timeout_s=280)
+    assert [outcome.result for outcome in outcomes] == [[], [1, 2], [1, 2]], outcomes
+
+
 def along_axes_on_rank(rank: int, world_size: int) -> int:
     own = opened(rank)
     mesh = fddp.Topology(host=2, local=1)
@@ -95,35 +142,45 @@ def test_groups_along_axes_are_connected_at_construction(lagging: str) -> None:
     assert on_two_ranks(along_axes_on_rank) == [1, 1]  # the axis of all ranks
 
 
-def along_two_axes_on_rank(rank: int, world_size: int) -> list[int]:
-    own = opened(rank)
+def along_two_axes_on_rank(rank: int, world_size: int, backend: str, is_bound: bool) -> list[int]:
+    own = opened(rank, f"cpu:gloo,{backend}")
+    if is_bound:
+        bind(own.group, own.device)
+        lag.load().take_connections()
     mesh = fddp.Topology(host=2, local=2)
     options: dict[str, Any] = {"group": own.group, "mesh": mesh, "algorithm": "hierarchical"}
     inputs = [(batch(each, 0),) for each in range(world_size)]
-    with fddp.GradSync(own.put(mlp()), **options, **SMALL) as sync:
+    with fddp.GradSync(own.put(mlp()), timeout_s=30, **options, **SMALL) as sync:
         at_construction = len(lag.load().take_connections())
         mean = mean_gradients(mlp_loss, mlp(), inputs, [1.0] * world_size)
         own.check(sync(gradients(own, 0)), mean)
     return [at_construction, len(lag.load().take_connections())]
 
 
-def test_groups_along_each_of_two_axes_are_connected_at_construction(lagging: str) -> None:
-    outcomes = run_fresh(4, along_two_axes_on_rank, timeout_s=280)
-    assert [outcome.result for outcome in outcomes] == [[3, 0]] * 4, outcomes
+@pytest.mark.parametrize(
+    ("backend", "is_bound", "connections"),
+    [("lag:nccl", False, 3), ("lag:nccl", True, 3), ("lag:lag", False, 0)],
+)
+def test_groups_along_each_of_two_axes_are_connected_at_construction(
+    lagging: str, backend: str, is_bound: bool, connections: int
+) -> None:
+    outcomes = run_fresh(4, along_two_axes_on_rank, backend, is_bound, timeout_s=280)
+    assert [outcome.result for outcome in outcomes] == [[connections, 0]] * 4, outcomes
+
+
+def ends() -> list[str]:
+    """How communicators have ended, from the first that does."""
+    ended: list[str] = []
+    for _ in range(400):
+        if ended := lag.load().take_ends():
+            break
+        time.sleep(0.05)
+    return ended
 
 
 def ends_on_rank(rank: int, world_size: int) -> list[list[str]]:
-    """Ends of communicators: of a `GradSync`, of one that fails, and of a group with that of its
-    broadcasts."""
-
-    def ends() -> list[str]:
-        ended: list[str] = []
-        for _ in range(400):
-            if ended := lag.load().take_ends():
-                break
-            time.sleep(0.05)
-        return ended
-
+    """Ends of communicators: of a `GradSync`, of one that fails, of a wrapper whose parameters
+    change, and of a group with that of its broadcasts."""
     own, found = opened(rank), []
     with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
         own.check(sync(gradients(own, 0)), means(0))
@@ -131,17 +188,24 @@ def ends_on_rank(rank: int, world_size: int) -> list[list[str]]:
     sync = fddp.GradSync(own.put(mlp()), group=own.group, **SMALL)
     sync._engine._break(0, KeyboardInterrupt())
     found.append(ends())
+    net = module(own.device)
+    frozen = next(net.parameters()).requires_grad_(False)
+    ddp = fddp.DistributedDataParallel(net, process_group=own.group)
+    for number in range(2):
+        mean_square(ddp, own.put(batch(rank, number))).backward()
+        frozen.requires_grad_(True)
+    found.append(ends())
     fddp.broadcast(own.put(mlp()), group=own.group)
     dist.barrier()
     dist.destroy_process_group(own.group)
-    del own, sync
+    del own, sync, ddp
     gc.collect()
     found.append(ends())
     return found
 
 
 def test_communicators_are_aborted_only_after_a_failure(lagging: str) -> None:
-    expected = [["shut down"], ["aborted"], ["shut down"]]
+    expected = [["shut down"], ["aborted"], ["shut down"], ["shut down"]]
     assert on_two_ranks(ends_on_rank) == [expected, expected]
 
 
@@ -256,8 +320,11 @@ def half_issued_on_rank(rank: int, world_size: int) -> None:
     for number in range(3):
         own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
         assert len(lag.load().take_connections()) == (number == 0)
-    if rank == 0:
-        shared_backends(own.group).note("another")
+    # Both have taken the same number of turns, in another order.
+    titled = partial(open_transport, own.group, title="broadcast", shares=True)
+    with titled() as first, titled() as second:
+        for each in (first, second)[:: 1 - 2 * rank]:
+            each.broadcast(torch.full((3,), 7.0, device=own.device), 0).wait("it")
     with capture(own):
         found = ending(lambda: fddp.broadcast(ours, group=own.group))
     assert "call it once before the capture" in found.text, found
@@ -266,6 +333,28 @@ def half_issued_on_rank(rank: int, world_size: int) -> None:
 
 def test_a_shared_communicator_is_replaced_if_ranks_have_used_it_differently(lagging: str) -> None:
     on_two_ranks(half_issued_on_rank)
+
+
+def failed_on_one_rank(rank: int, world_size: int) -> list[str]:
+    own = opened(rank)
+    ours = own.put(torch.full((3,), float(rank)))
+    own.check(fddp.broadcast(ours, group=own.group), torch.zeros(3))
+    shared = open_transport(own.group, title="broadcast", shares=True, timeout_s=2)
+    found: list[str] = []
+    if rank == 0:  # the other one does not use it
+        shared.broadcast(torch.full((3,), 7.0, device=own.device), 0)
+        with pytest.raises(fddp.SyncTimeoutError):
+            shared.exchange(b"", "nothing")
+        found = ends()
+    dist.barrier()
+    shared.close()
+    own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
+    return found
+
+
+def test_a_shared_communicator_ends_with_a_failure_of_one_rank(lagging: str) -> None:
+    """And is replaced on all."""
+    assert on_two_ranks(failed_on_one_rank) == [["aborted"], []]
 
 
 def overlapping_on_rank(rank: int, world_size: int) -> None:
