@@ -202,6 +202,46 @@ def shards(rank: Rank) -> None:
             rank.check(sync.all_gather(part), means(number))
 
 
+def gathered_after_a_failure(rank: Rank) -> None:
+    """A reduce-scatter that one rank fails. The next call, an all-gather, raises its error."""
+    params = rank.put(mlp())
+    options: dict[str, Any] = {"algorithm": "reduce_scatter", "report": "next", **SMALL}
+    with fddp.GradSync(params, group=rank.group, **options) as sync:
+        shard = sync.shard(params)
+        sync.reduce_scatter(params)
+        sync.check()
+        ending(partial(sync.reduce_scatter, {} if rank.number == 1 else params))
+        found = ending(partial(sync.all_gather, shard))
+        assert found.kinds[0] == "PeerError", found
+        rank.check(sync.all_gather(shard), mlp())
+
+
+def failed_in_a_hook(rank: Rank) -> None:
+    """A hook that raises on one rank, which goes on with zeros in its place."""
+
+    class Failing(fddp.hooks.Hook[tuple[()]]):
+        name = "failing"
+        fails = False
+
+        def init(self, spec: Any) -> tuple[()]:
+            return ()
+
+        def apply(self, state: tuple[()], bucket: Any, all_reduce: Any) -> Any:
+            if Failing.fails:
+                raise ArithmeticError("in the hook")
+            return all_reduce(bucket.buffer.clone()).map(lambda total: (total, ()))
+
+    params = rank.put(mlp())
+    grad = torch.func.grad(mlp_loss)
+    with fddp.GradSync(params, group=rank.group, hook=Failing(), **SMALL) as sync:
+        for number in range(3):
+            grads = grad(params, rank.put(batch(rank.number, number)))
+            Failing.fails = number == rank.number == 1
+            found = ending(lambda: rank.check(sync(grads), means(number)))  # noqa: B023
+            kind = ("PeerError", "ArithmeticError")[rank.number] if number == 1 else "no error"
+            assert found.kinds[0] == kind, found
+
+
 def reduced_in_another_dtype(rank: Rank) -> None:
     """Buckets of a dtype other than that of their leaves."""
     params = rank.put(mlp())
@@ -236,12 +276,10 @@ def not_finite(rank: Rank) -> None:
         rank.check(sync(grads), means(0))
         if rank.number == 1:
             grads["layer1"]["bias"] = grads["layer1"]["bias"] * float("nan")
-        try:
-            sync(grads)
-        except fddp.NonFiniteError as error:
-            assert "layer1.bias" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("a NaN passed")
+        found = ending(partial(sync, grads))
+        assert found.kinds[0] == "NonFiniteError", found
+        assert "layer1.bias" in found.text, found
+        assert f"rank 1 has {grads['layer1']['bias'].numel()} NaN" in found.text, found
 
 
 def compressed(rank: Rank) -> None:
@@ -474,10 +512,12 @@ def two_devices(rank: Rank) -> None:
         informed = sync.value_and_grad(loss_fn, with_info=True)
         for number in range(3):
             x = rank.put(batch(rank.number, number))
-            _, grads, *_ = (informed if number == 2 else step)(params, x)
+            _, grads, *infos = (informed if number == 2 else step)(params, x)
             _, others = beside(away, x.to(there))
             rank.check(grads, means(number))
             rank.check(others, means(number))
+            norm = sum(leaf.square().sum().item() for leaf in flatten(means(number))[0]) ** 0.5
+            assert all(abs(info.grad_norm - norm) < 1e-9 for info in infos), infos
 
 
 def skipped(rank: Rank) -> None:

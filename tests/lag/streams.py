@@ -181,6 +181,27 @@ def failed_on_a_second_device(rank: Rank) -> None:
                 sync = sync.rebuild(rank.group)
 
 
+def made_on_a_second_device(rank: Rank) -> None:
+    """Shards, and sums over virtual ranks of a plan, on a device that is not the current one."""
+    if torch.accelerator.device_count() < 2:
+        return
+    there = torch.device(rank.device.type, 1)
+    params = tree_map(lambda leaf: leaf.to(there), mlp())
+    with fddp.GradSync(params, group=rank.group, algorithm="reduce_scatter", **SMALL) as sync:
+        shard = sync.shard(params)
+        part = tree_map(torch.sub, shard, sync.reduce_scatter(params))
+        rank.check(sync.all_gather(shard), mlp())
+        rank.check(sync.all_gather(part), tree_map(torch.zeros_like, mlp()))
+    plan = fddp.plan_buckets(params, **SMALL)
+    with fddp.GradSync(plan, group=rank.group, virtual_ranks=5) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for number in range(2):
+            own = [batch(virtual, number).to(there) for virtual in sync.carried_ranks]
+            _, grads = step(params, sync.virtual_batches(own))
+            inputs = [(batch(virtual, number),) for virtual in range(5)]
+            rank.check(grads, mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 5))
+
+
 def hooks_on_a_second_device(rank: Rank) -> None:
     """Hooks with state for leaves on a device that is not the current one, also after a rebuild,
     compared with what they give on the CPU."""

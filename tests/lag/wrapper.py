@@ -55,16 +55,21 @@ class Moved(nn.Module):
         return x.to(self._device)
 
 
-def virtual_on_two_devices(rank: Rank) -> None:
-    """A wrapper with virtual ranks, of a module with layers on two devices."""
-    if torch.accelerator.device_count() < 2:
-        return
+def on_two_devices(rank: Rank) -> tuple[nn.Sequential, nn.Sequential]:
+    """A module on the host, and one like it with layers on two devices."""
     there = torch.device(rank.device.type, 1)
     host = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8)).double()
     for number, p in enumerate(host.parameters()):
         p.data = rand(*p.shape, seed=number)
     first, _, last = copy.deepcopy(host)
-    net = nn.Sequential(first.to(rank.device), Moved(there), last.to(there))
+    return host, nn.Sequential(first.to(rank.device), Moved(there), last.to(there))
+
+
+def virtual_on_two_devices(rank: Rank) -> None:
+    """A wrapper with virtual ranks, of a module with layers on two devices."""
+    if torch.accelerator.device_count() < 2:
+        return
+    host, net = on_two_devices(rank)
     ddp = fddp.DistributedDataParallel(
         net, process_group=rank.group, virtual_ranks=4, bucket_cap_mb=CAP
     )
@@ -205,15 +210,33 @@ def mixed(rank: Rank) -> None:
 
 
 def joined(rank: Rank) -> None:
-    """Uneven inputs."""
-    net = module(rank.device)
+    """Uneven inputs, and futures of a hook on buffers, which also a rank without input awaits."""
+    net, made, awaited = module(rank.device), [], []
+
+    class Noted:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            awaited.append(self)
+            self.work.wait()
+
+    def average(group: Any, buffers: dict[str, Tensor]) -> list[Any]:
+        numbers = [each for each in buffers.values() if each.is_floating_point()]
+        works = [torch.distributed.all_reduce(n, group=group, async_op=True) for n in numbers]
+        made.extend(map(Noted, works))
+        return made[-len(works) :]
+
     ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    ddp._register_buffer_comm_hook(rank.group, average, _BufferCommHookLocation.POST_FORWARD)
     with ddp.join(divide_by_initial_world_size=False):
         for number in range(2 + rank.number):
             ddp.zero_grad()
             mean_square(ddp, rank.put(batch(rank.number, number))).backward()
             if number < 2:
                 rank.check(gradients(net), module_means(number, mean_square))
+    assert len(made) > 0
+    assert awaited == made
 
 
 class Branches(nn.Module):
@@ -327,6 +350,34 @@ def backward_within_a_stream(rank: Rank) -> None:
         with side:
             loss.backward()
             rank.check(gradients(net), module_means(number, mean_square))
+
+
+def backward_within_a_stream_of_a_second_device(rank: Rank) -> None:
+    """Backward passes, and reads of gradients, within another stream of one of two devices, whose
+    own is busy. Gradients are added there."""
+    if torch.accelerator.device_count() < 2:
+        return
+    host, net = on_two_devices(rank)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    there = torch.device(rank.device.type, 1)
+    home, away = torch.accelerator.current_stream(there), torch.Stream(device=there)
+    busy = torch.ones(1, device=there).double()
+    for number in range(3):
+        ddp.zero_grad(set_to_none=False)
+        host.zero_grad()
+        for each in range(2):
+            (mean_square(host, batch(each, number)) / 2).backward()
+        loss = mean_square(ddp, rank.put(batch(rank.number, number)))
+        away.wait_stream(home)
+        for _ in range(6):
+            slow(busy)
+        with away:
+            torch.accelerator.set_device_index(rank.device.index)
+            loss.backward()
+            # First those of this device: reading the others would wait.
+            rank.check(gradients(net[2]), gradients(host[2]))
+            rank.check(gradients(net[0]), gradients(host[0]))
+        home.wait_stream(away)
 
 
 def raised_on_home(rank: Rank) -> None:

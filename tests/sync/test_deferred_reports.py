@@ -112,17 +112,24 @@ def test_no_gradient_is_kept_for_a_report(is_wide: bool) -> None:
     def take(group: Any) -> list[bool]:
         alive = []
         with fddp.GradSync(source, group=group, report="next") as sync:
-            for step in range(2):
+            for step in range(3):
                 own = grads(group.rank, step)
-                found = sync(own) if step else sync.value_and_grad(loss)(PARAMS, 1.0)[1]
+                found: dict[str, Tensor] = {}
+                if step == 0:
+                    found = sync.value_and_grad(loss)(PARAMS, 1.0)[1]
+                elif step == 1:
+                    found = sync(own)
+                else:  # which this rank fails, or another one
+                    ending(partial(sync, own, weight=1.0 + group.rank))
                 refs = [weakref.ref(leaf) for leaf in [*own.values(), *found.values()]]
                 assert sync._engine._unread is not None
                 del own, found
                 gc.collect()
                 alive.append(any(ref() is not None for ref in refs))
+            assert ending(sync.check).kinds[0] in ("PeerError", "WeightError")
         return alive
 
-    assert fddp.loopback(RANKS, take) == [[False, False]] * RANKS
+    assert fddp.loopback(RANKS, take) == [[False] * 3] * RANKS
 
 
 # Errors
