@@ -5,7 +5,8 @@ access its memory. A freed block is overwritten, and serves the next allocation 
 result that is read before its time is NaN.
 
 `build` compiles it, `load` registers it with torch as the device "lag", with the backend "lag", one
-without averages and reduce-scatter ("basic"), and a double of "nccl", all of them over gloo.
+without averages, reduce-scatter and gathers in place ("basic"), one that takes averages for sums
+("sums"), and a double of "nccl", all of them over gloo.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -132,15 +133,11 @@ def load() -> Any:
     untyped._register_device_module("lag", _Module)
     untyped.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
-    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return module.LagBackend(dist.ProcessGroupGloo(store, rank, size, timeout))
+    def create(kind: str, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return module.LagBackend(dist.ProcessGroupGloo(store, rank, size, timeout), kind)
 
-    def create_basic(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return module.LagBackend(gloo, is_basic=True)
-
-    dist.Backend.register_backend("lag", create, devices=["lag"])
-    dist.Backend.register_backend("basic", create_basic, devices=["lag"])
+    for kind in ("lag", "basic", "sums"):
+        dist.Backend.register_backend(kind, partial(create, kind), devices=["lag"])
     module.set_connect(dist.ProcessGroupGloo)
     c10d: Any = distributed_c10d
     c10d._NCCL_AVAILABLE = True

@@ -244,21 +244,37 @@ class StreamBackend : public c10d::Backend {
   std::optional<Moment> last_; // the end of the operation that was issued last
 };
 
+// "lag", or one with limits: "basic" is without averages, reduce-scatter and gathers in place, and "sums"
+// takes averages for sums.
 class LagBackend final : public StreamBackend {
  public:
-  LagBackend(Gloo gloo, bool is_basic)
-      : StreamBackend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), is_basic_(is_basic) {}
+  LagBackend(Gloo gloo, std::string kind)
+      : StreamBackend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), kind_(std::move(kind)) {}
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
       override {
-    TORCH_CHECK(
-        !is_basic_ || options.reduceOp != c10d::ReduceOp::AVG, "Cannot use ReduceOp.AVG with basic");
-    return StreamBackend::allreduce(tensors, options);
+    if (options.reduceOp != c10d::ReduceOp::AVG) {
+      return StreamBackend::allreduce(tensors, options);
+    }
+    TORCH_CHECK(kind_ != "basic", "Cannot use ReduceOp.AVG with basic");
+    auto own = options;
+    own.reduceOp = kind_ == "sums" ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+    return StreamBackend::allreduce(tensors, own);
+  }
+
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options)
+      override {
+    for (const auto& output : outputs.at(0)) {
+      const bool is_in_place = output.is_alias_of(inputs.at(0));
+      TORCH_CHECK(kind_ != "basic" || !is_in_place, "basic can't gather in place");
+    }
+    return StreamBackend::allgather(outputs, inputs, options);
   }
 
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    TORCH_CHECK(!is_basic_, "Backend basic does not support _reduce_scatter_base");
+    TORCH_CHECK(kind_ != "basic", "Backend basic does not support _reduce_scatter_base");
     return StreamBackend::_reduce_scatter_base(output, input, options);
   }
 
@@ -273,7 +289,7 @@ class LagBackend final : public StreamBackend {
 
  private:
   Gloo gloo_;
-  bool is_basic_; // without averages and reduce-scatter
+  std::string kind_;
 };
 
 // A double of ProcessGroupNCCL: it connects at the first operation on a device, or splits an earlier one.
@@ -424,7 +440,7 @@ void bind(pybind11::module& module) {
   namespace py = pybind11;
   py::module_::import("torch.distributed");
   py::class_<LagBackend, c10d::Backend, c10::intrusive_ptr<LagBackend>>(module, "LagBackend")
-      .def(py::init<Gloo, bool>(), py::arg("gloo"), py::arg("is_basic") = false)
+      .def(py::init<Gloo, std::string>(), py::arg("gloo"), py::arg("kind"))
       .def_property_readonly("options", [](const LagBackend&) { return py::none(); });
   // An occurrence for which a stream waits until the host ends it.
   py::class_<Moment>(module, "Moment").def(py::init<>()).def("end", &Moment::end);

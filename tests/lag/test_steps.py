@@ -47,8 +47,9 @@ def test_results_over_a_double_of_nccl_are_those_of_the_cpu(lagging: str) -> Non
     check(ON_NCCL, "lag:nccl")
 
 
-def test_a_backend_needs_neither_averages_nor_a_reduce_scatter(lagging: str) -> None:
-    check(("value_and_grad", "mean_of_gradients", "shards", "operators"), "lag:basic")
+@pytest.mark.parametrize("backend", ["lag:basic", "lag:sums"])
+def test_a_backend_needs_neither_averages_nor_a_reduce_scatter(lagging: str, backend: str) -> None:
+    check(("value_and_grad", "mean_of_gradients", "shards", "operators"), backend)
 
 
 @pytest.mark.nightly
