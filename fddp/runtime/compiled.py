@@ -56,6 +56,8 @@ class CompiledProgram:
         packs_natively: True if it packs buckets, too.
         has_views: True if the results of a regular step are slices of the buffers.
         has_regular_words: True if `regular_word` describes regular steps.
+        carrier_device: label of the device of the bucket that carries the control word, if the plan
+            was made of tensors that are not there ("meta"); else "".
         accelerators: types of the devices of the buckets other than the CPU.
     """
 
@@ -87,6 +89,9 @@ class CompiledProgram:
         self.has_regular_words = (
             self.packs_natively and schedule.virtual is None and schedule.scaling != "after"
         )
+        carrier = schedule.ops[schedule.control].bucket
+        label = program.buckets[carrier].device if carrier >= 0 else ""
+        self.carrier_device = label if label.partition("#")[0] == "meta" else ""
         # Start of the fingerprints of steps, equal on all ranks with this program.
         self.seed = zlib.crc32(schedule.shared_digest.encode())
         self._words: dict[tuple[Method, bool], RegularWord] = {}

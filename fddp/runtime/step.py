@@ -368,7 +368,9 @@ class Step:
         source, code = self.source, self.code
         has_order = self.program.control.with_order and source.gives_order
         is_unusual = self.idle or has_order or self.asks_stop
-        is_usual = source.weight == 1.0 and self.has_next and not is_unusual
+        carrier = code.carrier_device  # to whose memory the extension writes the word
+        is_on_host = not carrier or self.devices[carrier].type == "cpu"
+        is_usual = source.weight == 1.0 and self.has_next and is_on_host and not is_unusual
         if is_usual and code.has_regular_words:
             self.regular = code.regular_word(self.method, with_squares=self.measures_squares)
             self.executor.set_regular_word(self.regular.vector, self.fingerprint)

@@ -35,6 +35,19 @@ def value_and_grad(rank: Rank) -> None:
             assert info.all_finite
 
 
+def of_a_meta_plan(rank: Rank) -> None:
+    """A plan that was made before it was known where its leaves are."""
+    plan = fddp.plan_buckets(tree_map(lambda leaf: leaf.to("meta"), mlp()), **SMALL)
+    params = rank.put(mlp())
+    for report in ("now", "next"):
+        with fddp.GradSync(plan, group=rank.group, report=report) as sync:
+            for number in range(3):
+                step = sync.value_and_grad(mlp_loss)
+                _, grads = step(params, rank.put(batch(rank.number, number)))
+                rank.check(grads, means(number))
+                rank.check(sync(tree_map(slow, rank.put(means(number)))), means(number))
+
+
 def in_graphs(rank: Rank) -> None:
     """Steps and operators on several buckets as parts of one graph."""
     torch._dynamo.reset()

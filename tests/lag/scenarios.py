@@ -50,6 +50,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
     each.__name__: each
     for each in (
         f.value_and_grad,
+        f.of_a_meta_plan,
         f.in_graphs,
         f.reported_later,
         f.mean_of_gradients,
