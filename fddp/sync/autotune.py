@@ -159,7 +159,7 @@ def _costs(engine: Engine, plan: BucketPlan) -> dict[str, CostModel]:
         engine.transport,
         engine.terms.topology,
         sizes_bytes=sizes if len(sizes) > 1 else DEFAULT_SIZES_BYTES[:2],
-        device=Devices()[plan.buckets[0].device],
+        device=Devices(engine.devices)[plan.buckets[0].device],
     )
     return {axis: CostModel.fit(samples) for axis, samples in measured.items()}
 

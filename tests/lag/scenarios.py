@@ -18,6 +18,7 @@ from tests import lag
 from tests.lag import captures as c
 from tests.lag import functional as f
 from tests.lag import nonfinite as n
+from tests.lag import places as p
 from tests.lag import sparse_gradients as s
 from tests.lag import streams as t
 from tests.lag import wrapper as w
@@ -136,6 +137,18 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         n.decided_for_two_devices,
         n.flagged,
         n.wrapped_skips_later,
+        p.operators_on_two_devices,
+        p.operators_in_turns,
+        p.graphs_on_another_device,
+        p.hooks_that_choose,
+        p.noise_of_parts,
+        p.gradients_of_virtual_ranks,
+        p.averaged_from_a_state,
+        p.sparse_of_some_ranks,
+        p.times_on_another_device,
+        p.buffers_changed_on_one_rank,
+        p.zeros_of_buckets,
+        p.state_of_another_device,
     )
 }
 

@@ -1,0 +1,270 @@
+"""What is used less often on a device, or on one that is not the current one, each compared with
+one process on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fddp
+from fddp import periodic
+from fddp.sync import autotune, measure
+from fddp.tree.pytree import flatten, tree_map
+from tests.lag.rank import CAP, SMALL, Rank, mean_square, means, module, slow
+from tests.support.endings import ending
+from tests.support.models import batch, mean_gradients, mlp, mlp_loss
+
+
+def elsewhere(rank: Rank) -> torch.device:
+    """A device that is not the current one, if there are several."""
+    return torch.device(rank.device.type, torch.accelerator.device_count() - 1)
+
+
+def operators_on_two_devices(rank: Rank) -> None:
+    """Operators on leaves of two devices, and their derivatives."""
+    places = {"a": rank.device, "b": elsewhere(rank), "n": elsewhere(rank), "z": rank.device}
+    with fddp.Communicator(rank.group) as ranks:
+        for number in range(3):
+            both = [
+                {name: batch(own, number + n) for n, name in enumerate(places)} for own in range(2)
+            ]
+            for own, tree in enumerate(both):
+                tree["n"] = torch.arange(4) + own
+            tree = {name: leaf.to(places[name]) for name, leaf in both[rank.number].items()}
+            late = {name: leaf * 1 if name == "n" else slow(leaf) for name, leaf in tree.items()}
+            found = fddp.psum(late, ranks)
+            assert {name: leaf.device for name, leaf in found.items()} == places
+            rank.check(found, tree_map(torch.add, *both))
+            rank.check(fddp.all_gather(tree, ranks), tree_map(lambda *own: torch.stack(own), *both))
+            a, b = (tree[name].clone().requires_grad_() for name in "ab")
+            mean = fddp.pmean({"a": a**2, "b": b**2}, ranks)
+            (mean["a"].sum() + mean["b"].sum().to(rank.device)).backward()
+            rank.check([a.grad, b.grad], [2 * both[rank.number][name] for name in "ab"])
+
+
+def operators_in_turns(rank: Rank) -> None:
+    """An operator on the CPU, a device and another one, of one shape."""
+    with fddp.Communicator(rank.group) as ranks:
+        for number in range(2):
+            both = torch.stack([batch(0, number), batch(1, number)])
+            for place in (torch.device("cpu"), rank.device, elsewhere(rank)):
+                found = fddp.psum(both[rank.number].to(place), ranks)
+                assert found.device == place, found.device
+                rank.check(found, both.sum(0))
+
+
+def graphs_on_another_device(rank: Rank) -> None:
+    """Steps of leaves and of a plan, and operators, in a graph."""
+    torch._dynamo.reset()
+    there = elsewhere(rank)
+    params = tree_map(lambda leaf: leaf.to(there), mlp())
+    plan = fddp.plan_buckets(params, **SMALL)
+    with (
+        fddp.GradSync(params, group=rank.group, **SMALL) as sync,
+        fddp.GradSync(plan, group=rank.group) as planned,
+        fddp.Communicator(rank.group, bucket_cap_mb=SMALL["bucket_cap_mb"]) as ranks,
+    ):
+        steps = [sync.value_and_grad(mlp_loss), planned.value_and_grad(mlp_loss)]
+
+        def step(params: Any, x: Tensor) -> list[Any]:
+            by_operator = fddp.pmean(torch.func.grad(mlp_loss)(params, x), ranks)
+            return [by_operator, *(take(params, x)[1] for take in steps)]
+
+        compiled: Any = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for number in range(2):
+            for grads in compiled(params, batch(rank.number, number).to(there)):
+                assert all(leaf.device == there for leaf in flatten(grads)[0])
+                rank.check(grads, means(number))
+
+
+def hooks_that_choose(rank: Rank) -> None:
+    """Hooks that choose compressors or values, compared with what they give on the CPU."""
+    host, hooks = mlp(), fddp.hooks
+    further = (hooks.auto(smallest=1), hooks.top_k(0.3), hooks.block_top_k(0.3))
+    for there in (rank.device, elsewhere(rank)):
+        params = tree_map(lambda leaf, there=there: leaf.to(there), host)
+        for hook in (*further, hooks.error_feedback(hooks.int4())):
+            options: dict[str, Any] = {"group": rank.group, "hook": hook, **SMALL}
+            with fddp.GradSync(params, **options) as sync, fddp.GradSync(host, **options) as other:
+                state, other_state = sync.init_state(), other.init_state()
+                for number in range(3):
+                    x = batch(rank.number, number)
+                    _, grads, state = sync.value_and_grad(mlp_loss)(
+                        params, x.to(there), hook_state=state
+                    )
+                    _, expected, other_state = other.value_and_grad(mlp_loss)(
+                        host, x, hook_state=other_state
+                    )
+                    rank.check(grads, expected, 1e-6)
+
+
+def _square(grads: Any) -> float:
+    return sum(float(leaf.square().sum()) for leaf in flatten(grads)[0])
+
+
+def _check_norms(info: fddp.SyncInfo, own: float, total: float) -> None:
+    (found,) = info.squared_norms.values()
+    assert abs(found.own / own - 1.0) < 1e-9, (found, own)
+    assert abs(found.total / total - 1.0) < 1e-9, (found, total)
+
+
+def noise_of_parts(rank: Rank) -> None:
+    """Squared norms of gradients with those of an earlier micro-batch, and of virtual ranks."""
+    params, grad = rank.put(mlp()), torch.func.grad(mlp_loss)
+    with fddp.GradSync(params, group=rank.group, noise=True, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for number in range(2):
+            first, second = (rank.put(batch(rank.number, number + n)) for n in range(2))
+            _, _, info = step(params, second, accumulated=(grad(params, first), 1.0))
+            squares = []
+            for own in range(2):
+                parts = [grad(mlp(), batch(own, number + n)) for n in range(2)]
+                squares.append(_square(tree_map(torch.add, *parts)) / 2)
+            _check_norms(info, squares[rank.number], sum(squares))
+    with fddp.GradSync(params, group=rank.group, noise=True, virtual_ranks=5, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for number in range(2):
+            inputs = [rank.put(batch(virtual, number)) for virtual in sync.carried_ranks]
+            _, _, info = step(params, sync.virtual_batches(inputs))
+            squares = [_square(grad(mlp(), batch(virtual, number))) for virtual in range(5)]
+            _check_norms(
+                info, sum(squares[virtual] for virtual in sync.carried_ranks), sum(squares)
+            )
+
+
+def gradients_of_virtual_ranks(rank: Rank) -> None:
+    """Gradients of virtual ranks that exist, for a plan."""
+    there = elsewhere(rank)
+    params = tree_map(lambda leaf: leaf.to(there), mlp())
+    plan = fddp.plan_buckets(params, **SMALL)
+    with fddp.GradSync(plan, group=rank.group, virtual_ranks=5) as sync:
+        for number in range(2):
+            inputs = [batch(virtual, number) for virtual in range(5)]
+            own = [inputs[virtual].to(there) for virtual in sync.carried_ranks]
+            trees = [torch.func.grad(mlp_loss)(params, x) for x in own]
+            expected = mean_gradients(mlp_loss, mlp(), [(x,) for x in inputs], [1.0] * 5)
+            rank.check(sync(sync.virtual_batches(trees)), expected)
+
+
+def averaged_from_a_state(rank: Rank) -> None:
+    """A periodic average whose state was saved and loaded, and an outer optimizer."""
+    like = {"w": torch.zeros(300)}
+    outer = periodic.sgd(1.0, momentum=0.0)
+    for schedule, given in (
+        (periodic.local_sgd(like, 2, delay=1), {}),
+        (periodic.diloco(like, 2), {"outer": outer}),
+    ):
+        params = rank.put({"w": torch.full((300,), 1.0 + rank.number)})
+        options: dict[str, Any] = {"group": rank.group, **given}
+        with periodic.PeriodicSync(params, schedule, **options) as sync:
+            start = {"w": torch.full_like(params["w"], 1.5)} if given else params
+            state = sync.init(start)
+            for _ in range(4):
+                params, state = sync.step(params, copy.deepcopy(state))
+                rank.overwrite_free()
+            rank.check(params, {"w": torch.full((300,), 1.5)})
+
+
+def _table(device: torch.device, values: Tensor) -> Tensor:
+    """Sparse gradient of a table of ten rows."""
+    index = torch.tensor([[1, 4]])[:, : len(values)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first sparse tensor of a process may warn
+        return torch.sparse_coo_tensor(index, values, (10, 3)).to(device)
+
+
+def sparse_of_some_ranks(rank: Rank) -> None:
+    """A sparse gradient that one rank lacks, that has no rows, or in which one rank has a NaN."""
+    host = {"table": torch.arange(30.0).double().reshape(10, 3), "w": torch.ones(3).double()}
+    params = rank.put(host)
+
+    def sparse_loss(p: Any, index: Tensor) -> Tensor:
+        if not len(index):
+            return p["w"].square().sum()
+        rows = nn.functional.embedding(index, p["table"], sparse=True)
+        return p["w"].square().sum() + (rows * p["w"]).square().sum()
+
+    def loss(p: Any, index: Tensor) -> Tensor:
+        return p["w"].square().sum() + (p["table"][index] * p["w"]).square().sum()
+
+    def dense(grads: Any) -> Any:
+        return {"table": grads["table"].to_dense(), "w": grads["w"]}
+
+    inputs = [torch.tensor([1, 1, 4]), torch.tensor([], dtype=torch.int64)]
+    expected = mean_gradients(loss, host, [(index,) for index in inputs], [1.0, 1.0])
+    with fddp.GradSync(params, sparse=["table"], group=rank.group) as sync:
+        step = sync.value_and_grad(sparse_loss)
+        for _ in range(3):
+            _, grads = step(params, rank.put(inputs[rank.number]))
+            rank.check(dense(grads), expected)
+        nothing = _table(rank.device, torch.zeros(0, 3).double())
+        grads = sync({"table": nothing, "w": params["w"]})
+        rank.check(dense(grads), {"table": torch.zeros(10, 3).double(), "w": host["w"]})
+    good = torch.ones(2, 3).double()
+    bad = good * float("nan") if rank.number == 1 else good
+    for policy in ("raise", "skip"):
+        options: dict[str, Any] = {"sparse": ["table"], "nonfinite": policy}
+        with fddp.GradSync(params, group=rank.group, **options) as sync:
+            sync({"table": _table(rank.device, good), "w": params["w"]})
+            grads = {"table": _table(rank.device, bad), "w": params["w"]}
+            if policy == "skip":
+                assert sync(grads)["w"] is None
+                continue
+            found = ending(partial(sync, grads))
+            assert found.kinds[0] == "NonFiniteError", found
+            assert "table" in found.text, found
+
+
+def times_on_another_device(rank: Rank) -> None:
+    """Times of buckets, measured costs, and those by which a plan is tuned."""
+    there = elsewhere(rank)
+    params = tree_map(lambda leaf: leaf.to(there), mlp())
+    with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for number in range(3):
+            _, grads, info = step(params, batch(rank.number, number).to(there))
+            rank.check(grads, means(number))
+            assert all(bucket.launch_s <= bucket.done_s for bucket in info.timeline.buckets)
+        with mock.patch.object(autotune, "measure_axes", return_value={}) as measured:
+            autotune._costs(sync._engine, sync.plan)
+        assert measured.call_args.kwargs["device"] == there
+    with mock.patch.object(measure, "start", wraps=measure.start) as start:
+        fddp.measure_cost(rank.group, sizes_bytes=(1000,), repeats=1, device=there)
+    assert {call.args[2].device for call in start.call_args_list} == {there}
+
+
+def buffers_changed_on_one_rank(rank: Rank) -> None:
+    """Buffers that one rank has replaced by some of another shape."""
+    net = module(rank.device)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for number in range(2):
+        mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+    if rank.number == 1:
+        norm: Any = net[1]
+        norm.running_mean = rank.put(torch.zeros(9).double())
+    found = ending(lambda: mean_square(ddp, rank.put(batch(rank.number, 2))).backward())
+    assert found.kinds[0] == ("RankLostError", "DesyncError")[rank.number], found
+
+
+def zeros_of_buckets(rank: Rank) -> None:
+    """Zeros in the form of buckets, for torch's joins."""
+    ddp = fddp.DistributedDataParallel(
+        module(rank.device), process_group=rank.group, bucket_cap_mb=CAP
+    )
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        assert bucket.buffer().device == rank.device
+
+
+def state_of_another_device(rank: Rank) -> None:
+    """The state of the newest rank."""
+    there = elsewhere(rank)
+    own = {"w": slow(torch.full((300,), 1.0 + rank.number, device=there).double())}
+    found, _ = fddp.reconcile(own, rank.group, step=rank.number)
+    assert found["w"].device == there
+    rank.check(found, {"w": torch.full((300,), 2.0).double()})
