@@ -160,6 +160,19 @@ def test_every_scaling_gives_the_same_mean(group: Any, scaling: Any, hook: Hook[
             assert largest_difference(mean, wanted) < (0.01 if hook is fp16_compress else 1e-12)
 
 
+@on_threads(3)
+def test_every_scaling_leaves_the_same_residual(group: Any) -> None:
+    own, residuals = {"w": torch.tensor([1.0, 10.0, 3.0 + group.rank])}, []
+    for scaling in ("before", "after", "average"):
+        plan, topology = fddp.plan_buckets(own), fddp.Topology(world=3)
+        schedule = fddp.make_schedule(plan, topology, scaling=scaling)
+        with fddp.GradSync(schedule, group=group, hook=top_k(0.3)) as sync:
+            _, (state,) = sync.update(own, sync.init_state())
+            residuals.append(state["residual"])
+    for residual in residuals:
+        torch.testing.assert_close(residual, torch.tensor([1.0, 0.0, 3.0 + group.rank]))
+
+
 @on_threads(2)
 def test_uneven_inputs(group: Any) -> None:
     own, means = {"w": torch.tensor([1.0, 10.0])}, []

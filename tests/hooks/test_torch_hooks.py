@@ -242,12 +242,18 @@ def test_sparse_buckets_follow_the_dense_ones() -> None:
     seen: list[Any] = []
 
     def run(group: Any) -> Any:
+        dense: Any = Future()
+
         def hook(_: Any, bucket: Any) -> Any:
             buffer = bucket.buffer()
             if group.rank == 0:
                 seen.append((buffer.is_sparse, bucket.is_last(), len(bucket.gradients())))
             buffer.mul_(group.rank + 1)
-            return finished(buffer)
+            if buffer.is_sparse:
+                assert dense.done()
+                return finished(buffer)
+            threading.Timer(0.05, dense.set_result, [buffer]).start()
+            return dense
 
         with fddp.GradSync(
             own, group=group, sparse=["emb"], hook=TorchHook(None, hook), **SMALL
@@ -377,6 +383,15 @@ def test_equal_weights_do_not_show(group: Any, weight: float, dtype: torch.dtype
     with fddp.GradSync(own, group=group, hook=NOOP) as sync:
         for heavy in (weight, weight, 1.0):
             assert torch.equal(sync(own, weight=heavy)["w"], own["w"])
+
+
+@pytest.mark.parametrize("scaling", ["before", "after", "average"])
+@on_threads(2)
+def test_no_schedule_divides_for_such_a_hook(group: Any, scaling: Any) -> None:
+    own = {"w": torch.tensor([1.0 + group.rank, 1000.0])}
+    schedule = fddp.make_schedule(fddp.plan_buckets(own), fddp.Topology(world=2), scaling=scaling)
+    with fddp.GradSync(schedule, group=group, hook=NOOP) as sync:
+        assert torch.equal(sync(own)["w"], own["w"])
 
 
 @pytest.mark.parametrize("eager_bytes", [1, 2**20])

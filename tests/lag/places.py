@@ -29,24 +29,26 @@ def elsewhere(rank: Rank) -> torch.device:
 
 def operators_on_two_devices(rank: Rank) -> None:
     """Operators on leaves of two devices, and their derivatives."""
-    places = {"a": rank.device, "b": elsewhere(rank), "n": elsewhere(rank), "z": rank.device}
+    there = elsewhere(rank)
+    places = {"a": there, "b": rank.device, "c": there, "d": rank.device}
     with fddp.Communicator(rank.group) as ranks:
         for number in range(3):
             both = [
                 {name: batch(own, number + n) for n, name in enumerate(places)} for own in range(2)
             ]
             for own, tree in enumerate(both):
-                tree["n"] = torch.arange(4) + own
+                tree["a"] = torch.arange(4) + own  # without a derivative
             tree = {name: leaf.to(places[name]) for name, leaf in both[rank.number].items()}
-            late = {name: leaf * 1 if name == "n" else slow(leaf) for name, leaf in tree.items()}
+            late = {name: leaf * 1 if name == "a" else slow(leaf) for name, leaf in tree.items()}
             found = fddp.psum(late, ranks)
             assert {name: leaf.device for name, leaf in found.items()} == places
             rank.check(found, tree_map(torch.add, *both))
             rank.check(fddp.all_gather(tree, ranks), tree_map(lambda *own: torch.stack(own), *both))
-            a, b = (tree[name].clone().requires_grad_() for name in "ab")
-            mean = fddp.pmean({"a": a**2, "b": b**2}, ranks)
-            (mean["a"].sum() + mean["b"].sum().to(rank.device)).backward()
-            rank.check([a.grad, b.grad], [2 * both[rank.number][name] for name in "ab"])
+            given = {name: tree[name].clone().requires_grad_(name != "a") for name in places}
+            total = fddp.psum({name: leaf**2 for name, leaf in given.items()}, ranks)
+            sum(total[name].sum().to(rank.device) for name in "bcd").backward()
+            grads = {name: given[name].grad for name in "bcd"}
+            rank.check(grads, {name: 4 * both[rank.number][name] for name in "bcd"})
 
 
 def operators_in_turns(rank: Rank) -> None:
@@ -75,6 +77,7 @@ def graphs_on_another_device(rank: Rank) -> None:
 
         def step(params: Any, x: Tensor) -> list[Any]:
             by_operator = fddp.pmean(torch.func.grad(mlp_loss)(params, x), ranks)
+            by_operator = tree_map(lambda mean, leaf: mean + 0.0 * leaf, by_operator, params)
             return [by_operator, *(take(params, x)[1] for take in steps)]
 
         compiled: Any = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -197,15 +200,17 @@ def sparse_of_some_ranks(rank: Rank) -> None:
         rank.check(dense(grads), {"table": torch.zeros(10, 3).double(), "w": host["w"]})
     good = torch.ones(2, 3).double()
     bad = good * float("nan") if rank.number == 1 else good
-    for policy in ("raise", "skip"):
-        options: dict[str, Any] = {"sparse": ["table"], "nonfinite": policy}
+    for policy, report in (("raise", "now"), ("raise", "next"), ("skip", "now")):
+        options: dict[str, Any] = {"sparse": ["table"], "nonfinite": policy, "report": report}
         with fddp.GradSync(params, group=rank.group, **options) as sync:
             sync({"table": _table(rank.device, good), "w": params["w"]})
             grads = {"table": _table(rank.device, bad), "w": params["w"]}
             if policy == "skip":
                 assert sync(grads)["w"] is None
                 continue
-            found = ending(partial(sync, grads))
+            if report == "next":
+                sync(grads)
+            found = ending(sync.check if report == "next" else partial(sync, grads))
             assert found.kinds[0] == "NonFiniteError", found
             assert "table" in found.text, found
 

@@ -165,6 +165,9 @@ def failed_on_a_second_device(rank: Rank) -> None:
         options: dict[str, Any] = {} if source is plan else SMALL
         sync = fddp.GradSync(source, group=rank.group, report=report, **options)
         grads = params if source is plan else source
+        if source is both:
+            labels = (f"{there.type}#{number}" for number in range(2))
+            assert sync._engine.devices == dict(zip(labels, (rank.device, there), strict=True))
         if source is plan:  # which learns the device from gradients
             rank.check(sync(grads), mlp())
         for is_last in (False, True):
