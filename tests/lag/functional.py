@@ -144,7 +144,7 @@ def on_streams(
     """As `branches`, with the first layers on other streams. Layers in `late` take long."""
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
-        current = torch.accelerator.current_stream()
+        current = torch.accelerator.current_stream(x.device)
         own = (*streams, *[current] * (len(p) - len(streams)))
         inner, outputs = [], []
         for number, (stream, layer) in enumerate(zip(own, p.values(), strict=True)):
@@ -469,7 +469,7 @@ def own_stream(rank: Rank) -> None:
     """Steps on a stream other than the default one, with layers on yet another."""
     params = rank.put(mlp())
     side, other = (torch.Stream(device=rank.device) for _ in range(2))
-    side.wait_stream(torch.accelerator.current_stream())
+    side.wait_stream(torch.accelerator.current_stream(rank.device))
     with side, fddp.GradSync(params, group=rank.group, **SMALL) as sync:
         step = sync.value_and_grad(mlp_loss)
         beside = sync.value_and_grad(on_streams((other,), (0,)))
@@ -487,7 +487,7 @@ def independent_streams(rank: Rank) -> None:
     totals: list[list[Tensor]] = []
     with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
         given = [rank.put(means(number)) for number in range(6)]
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(rank.device)
         for number, grads in enumerate(given):
             with streams[number % 2]:
                 result = sync(grads)
@@ -495,7 +495,7 @@ def independent_streams(rank: Rank) -> None:
                     used = [leaf * 1 for layer in result.values() for leaf in layer.values()]
                 totals.append(used)
                 del result
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(rank.device)
         for number, used in enumerate(totals):
             expected = [leaf for layer in means(number).values() for leaf in layer.values()]
             rank.check(used, expected)
@@ -505,7 +505,7 @@ def two_devices(rank: Rank) -> None:
     """Layers on two devices, and a second model on the other device at the same time."""
     if torch.accelerator.device_count() < 2:
         return
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     params = {
         name: {n: leaf.to(there if name > "layer1" else rank.device) for n, leaf in layer.items()}
         for name, layer in mlp().items()
@@ -590,7 +590,7 @@ def awaited_on_another_stream(rank: Rank) -> None:
                     rank.check(results, expected)  # on the stream on which the step began
                     with away:
                         rank.check(results, expected)
-                torch.accelerator.current_stream().wait_stream(away)
+                torch.accelerator.current_stream(rank.device).wait_stream(away)
 
 
 def dropped_in_use(rank: Rank) -> None:
@@ -604,7 +604,7 @@ def dropped_in_use(rank: Rank) -> None:
         if use != "add":
             released.add(taken)
             taken = None
-        away.wait_stream(torch.accelerator.current_stream())
+        away.wait_stream(torch.accelerator.current_stream(rank.device))
         with away:
             slow(busy)
             if use != "add":
@@ -615,7 +615,7 @@ def dropped_in_use(rank: Rank) -> None:
                 released.add(taken)
             del taken, released
         other = torch.full((form[0],), 7.0, dtype=form[1], device=form[2])
-        torch.accelerator.current_stream().wait_stream(away)
+        torch.accelerator.current_stream(rank.device).wait_stream(away)
         assert (other.cpu() == 7.0).all()
 
 
@@ -654,7 +654,7 @@ def closed_with_work_in_flight(rank: Rank) -> None:
         sync = fddp.GradSync(params, group=rank.group, **SMALL)
         grads = torch.func.grad(mlp_loss)(params, x)
         sync(grads)
-        away.wait_stream(torch.accelerator.current_stream())
+        away.wait_stream(torch.accelerator.current_stream(rank.device))
         with away:
             late = tree_map(lambda grad: slow(grad.detach()), grads)
             results = sync(late)
@@ -669,5 +669,5 @@ def closed_with_work_in_flight(rank: Rank) -> None:
         ]
         with away:
             rank.check(results, means(number))
-        torch.accelerator.current_stream().wait_stream(away)
+        torch.accelerator.current_stream(rank.device).wait_stream(away)
         rank.check(others, [torch.full(shape, 7.0).double() for shape in shapes for _ in range(4)])

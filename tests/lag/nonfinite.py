@@ -86,7 +86,7 @@ def raised_later(rank: Rank) -> None:
         with _opened(rank, "raise", algorithm) as (sync, take, _):
             for number in range(3):
                 grads = _gradients(rank, number)
-                side.wait_stream(torch.accelerator.current_stream())
+                side.wait_stream(torch.accelerator.current_stream(rank.device))
                 with side:
                     take(_spoiled(rank, grads))
                 found = ending(sync.check)
@@ -95,15 +95,14 @@ def raised_later(rank: Rank) -> None:
                 with side:
                     take(grads)
                 assert ending(sync.check).kinds[0] == "no error"
-                torch.accelerator.current_stream().wait_stream(side)
+                torch.accelerator.current_stream(rank.device).wait_stream(side)
 
 
 def decided_for_two_devices(rank: Rank) -> None:
     """A NaN in a leaf of one device, for which leaves of another are zero, too. The other may be
     the CPU."""
     zeros = tree_map(torch.zeros_like, mlp())
-    others = [torch.device(rank.device.type, n) for n in range(1, torch.accelerator.device_count())]
-    for there, policy in product([*others, torch.device("cpu")], ["skip", "raise"]):
+    for there, policy in product([rank.other, torch.device("cpu")], ["skip", "raise"]):
 
         def placed(tree: Any, there: torch.device = there) -> Any:
             places = {name: there if name > "layer1" else rank.device for name in tree}

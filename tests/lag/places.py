@@ -22,14 +22,9 @@ from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 
 
-def elsewhere(rank: Rank) -> torch.device:
-    """A device that is not the current one, if there are several."""
-    return torch.device(rank.device.type, torch.accelerator.device_count() - 1)
-
-
 def operators_on_two_devices(rank: Rank) -> None:
     """Operators on leaves of two devices, and their derivatives."""
-    there = elsewhere(rank)
+    there = rank.other
     places = {"a": there, "b": rank.device, "c": there, "d": rank.device}
     with fddp.Communicator(rank.group) as ranks:
         for number in range(3):
@@ -56,7 +51,7 @@ def operators_in_turns(rank: Rank) -> None:
     with fddp.Communicator(rank.group) as ranks:
         for number in range(2):
             both = torch.stack([batch(0, number), batch(1, number)])
-            for place in (torch.device("cpu"), rank.device, elsewhere(rank)):
+            for place in (torch.device("cpu"), rank.device, rank.other):
                 found = fddp.psum(both[rank.number].to(place), ranks)
                 assert found.device == place, found.device
                 rank.check(found, both.sum(0))
@@ -65,7 +60,7 @@ def operators_in_turns(rank: Rank) -> None:
 def graphs_on_another_device(rank: Rank) -> None:
     """Steps of leaves and of a plan, and operators, in a graph."""
     torch._dynamo.reset()
-    there = elsewhere(rank)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     plan = fddp.plan_buckets(params, **SMALL)
     with (
@@ -91,7 +86,7 @@ def hooks_that_choose(rank: Rank) -> None:
     """Hooks that choose compressors or values."""
     hooks = fddp.hooks
     further = (hooks.auto(smallest=1), hooks.top_k(0.3), hooks.block_top_k(0.3))
-    for place in (rank.device, elsewhere(rank)):
+    for place in (rank.device, rank.other):
         for hook in (*further, hooks.error_feedback(hooks.int4())):
             check_hook(rank, hook, place, 1e-6)
 
@@ -132,7 +127,7 @@ def noise_of_parts(rank: Rank) -> None:
 
 def gradients_of_virtual_ranks(rank: Rank) -> None:
     """Gradients of virtual ranks that exist, for a plan."""
-    there = elsewhere(rank)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     plan = fddp.plan_buckets(params, **SMALL)
     with fddp.GradSync(plan, group=rank.group, virtual_ranks=5) as sync:
@@ -217,7 +212,7 @@ def sparse_of_some_ranks(rank: Rank) -> None:
 
 def times_on_another_device(rank: Rank) -> None:
     """Times of buckets, measured costs, and those by which a plan is tuned."""
-    there = elsewhere(rank)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
         step = sync.value_and_grad(mlp_loss, with_info=True)
@@ -257,7 +252,7 @@ def zeros_of_buckets(rank: Rank) -> None:
 
 def state_of_another_device(rank: Rank) -> None:
     """The state of the newest rank."""
-    there = elsewhere(rank)
+    there = rank.other
     own = {"w": slow(torch.full((300,), 1.0 + rank.number, device=there).double())}
     found, _ = fddp.reconcile(own, rank.group, step=rank.number)
     assert found["w"].device == there

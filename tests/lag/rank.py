@@ -32,6 +32,12 @@ class Rank:
     bare: dist.ProcessGroup
     device: torch.device
 
+    @property
+    def other(self) -> torch.device:
+        """Another device of the type, if there are several."""
+        count = torch.accelerator.device_count()
+        return torch.device(self.device.type, (self.device.index + 1) % count)
+
     def put(self, tree: Any) -> Any:
         """The tree on the device."""
         return map_leaves(lambda leaf: leaf.to(self.device), tree)

@@ -16,10 +16,33 @@
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/sparse_dim_native.h>
 #include <ATen/ops/values_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
+
+#include <optional>
+#include <type_traits>
 
 namespace lag {
 namespace {
+
+// The maker of a sparse tensor, which makes it for the current device, for that of its arguments.
+template <auto make>
+struct OnDevice;
+
+template <class... Arguments, at::Tensor (*make)(Arguments...)>
+struct OnDevice<make> {
+  static at::Tensor call(Arguments... arguments) {
+    std::optional<at::Device> device;
+    const auto note = [&](const auto& argument) {
+      using Argument = std::decay_t<decltype(argument)>;
+      if constexpr (std::is_same_v<Argument, at::Tensor>) device = argument.device();
+      if constexpr (std::is_same_v<Argument, std::optional<at::Device>>) device = argument ? argument : device;
+    };
+    (note(arguments), ...);
+    const c10::OptionalDeviceGuard guard(device);
+    return make(arguments...);
+  }
+};
 
 at::Tensor moved(const at::Tensor& tensor, at::Device device) {
   if (!tensor.is_sparse()) {
@@ -80,8 +103,10 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("_coalesced_", at::native::_coalesced_sparse_);
   m.impl("sparse_dim", at::native::sparse_dim_sparse);
   m.impl("dense_dim", at::native::dense_dim_sparse);
-  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
-  m.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("_sparse_coo_tensor_with_dims", OnDevice<at::native::new_with_dims_sparse>::call);
+  m.impl(
+      "_sparse_coo_tensor_with_dims_and_tensors",
+      OnDevice<at::native::new_with_dims_and_tensor_sparse_symint>::call);
 }
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {

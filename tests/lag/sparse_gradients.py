@@ -46,7 +46,7 @@ def sparse_on_streams(rank: Rank) -> None:
     side = torch.Stream(device=rank.device)
 
     def loss_fn(p: Any, index: Tensor) -> Tensor:
-        current = torch.accelerator.current_stream()
+        current = torch.accelerator.current_stream(index.device)
         side.wait_stream(current)
         with side:
             rows = slow(nn.functional.embedding(index, p["table"], sparse=True))
@@ -62,7 +62,7 @@ def sparse_taken(rank: Rank) -> None:
     host = torch.arange(30.0).double().reshape(10, 3)
     leaves = extension.compiled.LeafSet([rank.put(host)])
     index, large = rank.put((torch.tensor([1, 1, 4]), torch.ones(250, 250).double()))
-    current, side = torch.accelerator.current_stream(), torch.Stream(device=rank.device)
+    current, side = torch.accelerator.current_stream(rank.device), torch.Stream(device=rank.device)
     for _ in range(3):
         leaves.arm(extension.compiled.BucketMembers([[0]]), [1], [], lambda _: None)
         side.wait_stream(current)

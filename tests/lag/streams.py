@@ -51,7 +51,7 @@ def within(*streams: torch.Stream) -> Iterator[None]:
 
 def on_both_devices(rank: Rank) -> tuple[Any, torch.device]:
     """Layers of which the last two are on a second device, and that device."""
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     placed = {
         name: {n: leaf.to(there if name > "layer1" else rank.device) for n, leaf in layer.items()}
         for name, layer in mlp().items()
@@ -120,7 +120,7 @@ def awaited_on_streams_of_two_devices(rank: Rank) -> None:
                     for each in busy:
                         slow(each)
                     rank.check(results, means(number))
-                torch.accelerator.synchronize()
+                torch.accelerator.synchronize(rank.device)
 
 
 def used_on_independent_streams(rank: Rank) -> None:
@@ -128,7 +128,7 @@ def used_on_independent_streams(rank: Rank) -> None:
     params = rank.put(mlp())
     streams = [torch.Stream(device=rank.device) for _ in range(3)]
     given = [rank.put(means(number)) for number in range(4)]
-    torch.accelerator.synchronize()
+    torch.accelerator.synchronize(rank.device)
     with fddp.GradSync(params, group=rank.group, **SMALL) as sync:
         for _ in range(3):
             used: list[Any] = []
@@ -145,11 +145,11 @@ def used_on_independent_streams(rank: Rank) -> None:
                 later = [sync(given[number]) for number in (2, 3)]
                 for number, result in zip((2, 3), later, strict=True):
                     rank.check(result, means(number))
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(rank.device)
             for number, result in zip((1, 0), used, strict=True):
                 rank.check(result, means(number))
             del later, used, result
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(rank.device)
 
 
 def failed_on_a_second_device(rank: Rank) -> None:
@@ -157,7 +157,7 @@ def failed_on_a_second_device(rank: Rank) -> None:
     the ranks are connected alone, or on both."""
     if torch.accelerator.device_count() < 2:
         return
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     plan = fddp.plan_buckets(params, **SMALL)
     both, _ = on_both_devices(rank)
@@ -188,7 +188,7 @@ def made_on_a_second_device(rank: Rank) -> None:
     """Shards, and sums over virtual ranks of a plan, on a device that is not the current one."""
     if torch.accelerator.device_count() < 2:
         return
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     with fddp.GradSync(params, group=rank.group, algorithm="reduce_scatter", **SMALL) as sync:
         shard = sync.shard(params)
@@ -210,7 +210,7 @@ def hooks_on_a_second_device(rank: Rank) -> None:
     compared with what they give on the CPU."""
     if torch.accelerator.device_count() < 2:
         return
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     host = mlp()
     params = tree_map(lambda leaf: leaf.to(there), host)
     with_feedback = fddp.hooks.error_feedback(fddp.hooks.int8())
@@ -236,7 +236,7 @@ def used_on_streams_of_a_second_device(rank: Rank) -> None:
     """As `independent_streams`, on a device that is not the current one."""
     if torch.accelerator.device_count() < 2:
         return
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     params = tree_map(lambda leaf: leaf.to(there), mlp())
     streams = [torch.Stream(device=there) for _ in range(2)]
     given = [tree_map(lambda leaf: leaf.to(there), means(number)) for number in range(6)]
@@ -301,7 +301,7 @@ def repaired_on_a_stream(rank: Rank) -> None:
             with beside(h):
                 y = torch.tanh(h @ weight + bias)
             if not y.is_cpu:
-                y.record_stream(torch.accelerator.current_stream())
+                y.record_stream(torch.accelerator.current_stream(y.device))
             return y.square().mean()
 
         return loss_fn
@@ -349,7 +349,7 @@ def finalized(rank: Rank) -> None:
             with away:
                 ddp.finalize_backward()
                 rank.check(gradients(net), module_means(number, mean_square))
-        torch.accelerator.current_stream().wait_stream(away)
+        torch.accelerator.current_stream(rank.device).wait_stream(away)
 
 
 class Descent:

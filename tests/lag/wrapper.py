@@ -57,7 +57,7 @@ class Moved(nn.Module):
 
 def on_two_devices(rank: Rank) -> tuple[nn.Sequential, nn.Sequential]:
     """A module on the host, and one like it with layers on two devices."""
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     host = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8)).double()
     for number, p in enumerate(host.parameters()):
         p.data = rand(*p.shape, seed=number)
@@ -259,7 +259,7 @@ class Branches(nn.Module):
             if stream is None:
                 total = total + torch.tanh(layer(x))
                 continue
-            current = torch.accelerator.current_stream()
+            current = torch.accelerator.current_stream(x.device)
             stream.wait_stream(current)
             with stream:
                 y = slow(torch.tanh(layer(x)))
@@ -295,12 +295,12 @@ def wrapped_within_a_stream(rank: Rank) -> None:
     """A module that was wrapped, and given hooks, within another stream than it is trained on:
     https://github.com/NVIDIA/Megatron-LM/issues/3670."""
     net, side = module(rank.device), torch.Stream(device=rank.device)
-    side.wait_stream(torch.accelerator.current_stream())
+    side.wait_stream(torch.accelerator.current_stream(rank.device))
     with side:
         ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
         for p in net.parameters():
             p.register_hook(lambda grad: slow(grad) * 2)
-    torch.accelerator.current_stream().wait_stream(side)
+    torch.accelerator.current_stream(rank.device).wait_stream(side)
     for number in range(3):
         ddp.zero_grad()
         mean_square(ddp, rank.put(batch(rank.number, number))).backward()
@@ -320,13 +320,13 @@ def trained_within_a_stream(rank: Rank) -> None:
                 net, process_group=rank.group, bucket_cap_mb=CAP, report=report
             )
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-            side.wait_stream(torch.accelerator.current_stream())
+            side.wait_stream(torch.accelerator.current_stream(rank.device))
             with side:
                 for number in range(5):
                     optimizer.zero_grad()
                     mean_square(ddp, batch(rank.number, number).to(device)).backward()
                     optimizer.step()
-            torch.accelerator.current_stream().wait_stream(side)
+            torch.accelerator.current_stream(rank.device).wait_stream(side)
             ddp.check()
             found.append(dict(net.named_parameters()))
         rank.check(*found)
@@ -346,7 +346,7 @@ def backward_within_a_stream(rank: Rank) -> None:
     for number in range(3):
         ddp.zero_grad()
         loss = mean_square(ddp, rank.put(batch(rank.number, number)))
-        side.wait_stream(torch.accelerator.current_stream())
+        side.wait_stream(torch.accelerator.current_stream(rank.device))
         with side:
             loss.backward()
             rank.check(gradients(net), module_means(number, mean_square))
@@ -359,7 +359,7 @@ def backward_within_a_stream_of_a_second_device(rank: Rank) -> None:
         return
     host, net = on_two_devices(rank)
     ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
-    there = torch.device(rank.device.type, 1)
+    there = rank.other
     home, away = torch.accelerator.current_stream(there), torch.Stream(device=there)
     busy = torch.ones(1, device=there).double()
     for number in range(3):
@@ -394,7 +394,7 @@ def raised_on_home(rank: Rank) -> None:
             raise ArithmeticError
 
         hooks.note_home()
-        side.wait_stream(torch.accelerator.current_stream())
+        side.wait_stream(torch.accelerator.current_stream(rank.device))
         with side:
             assert ending(lambda: hooks.on_home_streams(fail)).kinds[0] == "ArithmeticError"
             rank.check({"restored": restored}, {"restored": torch.ones(1).double()})
@@ -424,10 +424,10 @@ def wrapped_in_contexts(rank: Rank) -> None:
     init_rpc(rank.number, store[0])
     for number in range(3):
         x = rank.put(batch(rank.number, number)).requires_grad_()
-        before.wait_stream(torch.accelerator.current_stream())
+        before.wait_stream(torch.accelerator.current_stream(rank.device))
         with before:
             ddp(x, use=False).sum().backward()
-        here.wait_stream(torch.accelerator.current_stream())
+        here.wait_stream(torch.accelerator.current_stream(rank.device))
         with here, dist_autograd.context() as context:
             dist_autograd.backward(context, [mean_square(ddp, x)])
             found = dist_autograd.get_gradients(context)
@@ -494,9 +494,9 @@ def moved_inputs(rank: Rank) -> None:
     """Inputs on the host and on another device, which the wrapper moves."""
     net = module(rank.device)
     ddp = fddp.DistributedDataParallel(
-        net, device_ids=[0], process_group=rank.group, bucket_cap_mb=CAP
+        net, device_ids=[rank.device.index], process_group=rank.group, bucket_cap_mb=CAP
     )
-    places = ["cpu", f"{rank.device.type}:{torch.accelerator.device_count() - 1}"]
+    places = [torch.device("cpu"), rank.other]
     for number in range(4):
         ddp.zero_grad()
         x = batch(rank.number, number).to(places[number % 2])
