@@ -36,8 +36,8 @@ def broadcast_module(
     """Broadcast rank `src`'s parameters, and optionally its buffers, in place.
 
     Raises:
-        PlanMismatchError: names, shapes or dtypes differ between ranks; on every rank, before any
-            broadcast.
+        PlanMismatchError: names, shapes, dtypes or devices differ between ranks; on every rank,
+            before any broadcast.
         RuntimeError: a parameter or buffer can't be written: it is sparse, expanded, a DTensor or
             of another class that does not name the tensors it holds; on every rank.
     """
@@ -184,9 +184,8 @@ def _received(
         changed, *received = broadcast_parts(transport, [flag, *sent], src)
         if not changed.item():
             if has_changed:
-                there = {name: _description(t) for (name, *_), t in zip(before, sent, strict=True)}
-                here = {name: _description(part) for name, part in parts.items()}
-                raise _changed_error(transport.rank, here, src, there)
+                there = {name: t for (name, *_), t in zip(before, sent, strict=True)}
+                raise _changed_error(transport.rank, _described(parts), src, _described(there))
             return received
     descriptions = exchange(transport, _descriptions(named, parts), _DESCRIPTIONS, "buffers")
     _check_equal(descriptions, _BUFFERS_ALIKE, DesyncError)
@@ -202,7 +201,13 @@ def _kinds(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _changed_error(rank: int, here: dict[str, str], src: int, there: dict[str, str]) -> DesyncError:
-    name = next(n for n in sorted({*here, *there}) if here.get(n) != there.get(n))
+    name = next((n for n in sorted({*here, *there}) if here.get(n) != there.get(n)), None)
+    if name is None:
+        return DesyncError(
+            f"the module's buffers were moved to another device on rank {rank}, and not on rank "
+            f"{src}; {_BUFFERS_ALIKE}",
+            ranks=(rank,),
+        )
     return DesyncError(
         f"{name!r} of the module is {here.get(name, 'missing')} on rank {rank} and "
         f"{there.get(name, 'missing')} on rank {src}; {_BUFFERS_ALIKE}",
@@ -250,13 +255,22 @@ def _descriptions(named: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> d
         for name, tensor in named.items()
         if name not in parts
     }
-    return wrappers | {name: _description(tensor) for name, tensor in parts.items()}
+    return wrappers | _described(parts)
 
 
-def _description(tensor: Tensor) -> str:
-    shape = "" if tensor.is_nested else f" {tuple(tensor.shape)}"
-    obstacle = _obstacle(tensor)
-    return f"{tensor.dtype}{shape}{obstacle and ', '}{obstacle}"
+def _described(parts: Mapping[str, Tensor]) -> dict[str, str]:
+    """Describe tensors by name. Devices are those of broadcasts: several of one type are numbered
+    by their first appearance."""
+    devices = [*dict.fromkeys(part.device for part in parts.values())]
+    found = {}
+    for name, part in parts.items():
+        alike = [device for device in devices if device.type == part.device.type]
+        number = f"#{alike.index(part.device)}" if len(alike) > 1 else ""
+        place = "" if part.is_cpu else f" on {part.device.type}{number}"
+        shape = "" if part.is_nested else f" {tuple(part.shape)}"
+        obstacle = _obstacle(part)
+        found[name] = f"{part.dtype}{shape}{place}{obstacle and ', '}{obstacle}"
+    return found
 
 
 def _check_equal(received: list[dict[str, str]], way_out: str, error: type[FddpError]) -> None:

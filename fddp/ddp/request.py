@@ -20,6 +20,7 @@ from fddp.sync.request import accelerators, check_noise, groups_of_leaves
 from fddp.transport import LoopbackGroup, Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
+from fddp.tree.pytree import flatten
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class ModuleRequest:
     is_foreign = False
     title = "DistributedDataParallel"
 
-    def devices(self, plan: BucketPlan) -> list[torch.device]:
+    def devices(self, plan: BucketPlan) -> dict[str, torch.device]:
         """Return the accelerators of the parameters."""
-        return accelerators([*self.params.values()])
+        return accelerators(plan, flatten(dict(self.params))[0])
 
     @property
     def transport(self) -> TransportName:
@@ -119,9 +120,9 @@ class FailedRequest:
         """Raise the problem."""
         raise self.problem
 
-    def devices(self, plan: BucketPlan) -> tuple[()]:
+    def devices(self, plan: BucketPlan) -> dict[str, torch.device]:
         """Return none: there are no parameters."""
-        return ()
+        return {}
 
 
 def current_request(

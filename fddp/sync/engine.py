@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -37,7 +37,7 @@ from fddp.errors import (
 )
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
+from fddp.runtime.agreement import SyncConfig, agree_on_hook, exchange, validate_across_ranks
 from fddp.runtime.compiled import CompiledProgram
 from fddp.runtime.contributions import BackwardContributions, Contributions
 from fddp.runtime.donation import donate
@@ -89,12 +89,9 @@ class Engine:
 
     Args:
         request: the caller's request.
-        devices: devices of leaves that are not at hand, by their label in the plan.
     """
 
-    def __init__(
-        self, request: EngineSpec, devices: Mapping[str, torch.device] | None = None
-    ) -> None:
+    def __init__(self, request: EngineSpec) -> None:
         group = request.span.group
         name = usable_transport(request.transport, group)
         timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
@@ -104,18 +101,15 @@ class Engine:
         self._pool = BufferPool(self.transport.empty)
         # True if this rank's trees have arrays of another library.
         self._foreign = request.is_foreign
-        # Devices of the leaves, by their label in the plan.
-        self.devices = dict(devices or {})
         # Axes for which the transport has groups; they are opened once.
         self._groups: list[tuple[str, ...]] = []
         try:
             # ... on plan and options ...
             self.terms = _agreed_terms(self.transport, request)
-            accelerators = request.devices(self.terms.plan)
-            self.transport.connect(accelerators)
-            labels = {bucket.device for bucket in self.terms.plan.buckets}
-            self.devices |= _devices_of(labels, accelerators)
-            types = {label.partition("#")[0] for label in labels}
+            # Devices of the leaves by their label in the plan, as known; steps add theirs.
+            self.devices = request.devices(self.terms.plan)
+            self.transport.connect(_known_to_all(self.transport, self.terms.plan, self.devices))
+            types = {bucket.device.partition("#")[0] for bucket in self.terms.plan.buckets}
             self._averages = self.transport.world_size > 1 and self.transport.averages(types)
             # ... and on the groups along the axes of the schedule, which is proved first.
             schedule = self.schedule_of(self.terms.plan, self.terms.hook)
@@ -808,14 +802,17 @@ def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
     return validate_across_ranks(transport, terms, None)
 
 
-def _devices_of(labels: Set[str], accelerators: Sequence[torch.device]) -> dict[str, torch.device]:
-    """Return the accelerators by their label: the type, with a number if there are several."""
-    found: dict[str, torch.device] = {}
-    for kind in {device.type for device in accelerators}:
-        for number, device in enumerate(each for each in accelerators if each.type == kind):
-            for label in labels & {kind, f"{kind}#{number}"}:
-                found.setdefault(label, device)
-    return found
+def _known_to_all(
+    transport: Transport, plan: BucketPlan, devices: Mapping[str, torch.device]
+) -> list[torch.device]:
+    """Return this rank's accelerators of the labels that all ranks know; a collective call."""
+    labels = [*dict.fromkeys(bucket.device for bucket in plan.buckets)]
+    labels = [label for label in labels if label.partition("#")[0] not in ("cpu", "meta")]
+    if not labels:
+        return []
+    known = exchange(transport, [label in devices for label in labels], [bool], "devices")
+    columns = zip(labels, zip(*known, strict=True), strict=True)
+    return [devices[label] for label, on_ranks in columns if all(on_ranks)]
 
 
 def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.reconcile import reconciled
@@ -26,12 +26,16 @@ from fddp.hooks.hook import Hook
 from fddp.native.torch_private import current_graph_task_id
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
+from fddp.sync.request import accelerators
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import holds_foreign
 from fddp.tree.pytree import flatten
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Progress(NamedTuple):
@@ -66,7 +70,8 @@ class RebuildSpec:
     Attributes:
         old: this rank's engine; None on a new rank.
         hook: the communication hook of a new rank.
-        leaves: leaves of a new rank, if it has passed a tree.
+        params: tree of a new rank; None if it has passed none.
+        leaves: description of its leaves.
         problem: error of a new rank's arguments.
         state: this rank's state; `ABSENT` if none is to be chosen, on all ranks alike.
         newest: progress of the newest rank, once it is known.
@@ -78,6 +83,7 @@ class RebuildSpec:
     is_foreign: bool
     old: Engine | None = None
     hook: Hook[Any] | None = None
+    params: Any = None
     leaves: tuple[LeafSpec, ...] | None = None
     problem: Exception | None = None
     state: Any = ABSENT
@@ -85,9 +91,11 @@ class RebuildSpec:
 
     title = "GradSync"
 
-    def devices(self, plan: BucketPlan) -> tuple[()]:
-        """Return none: old ranks have no leaves at hand."""
-        return ()
+    def devices(self, plan: BucketPlan) -> dict[str, torch.device]:
+        """Return the accelerators of the old engine, or of the tree of a new rank."""
+        if self.old is not None:
+            return dict(self.old.devices)
+        return {} if self.params is None else accelerators(plan, flatten(self.params)[0])
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, with the plan of the newest rank; a collective call.
@@ -207,6 +215,7 @@ def join_engine(
         timeout_s,
         is_foreign,
         hook=hook,
+        params=params,
         leaves=leaves,
         problem=problem,
         state=state,
@@ -215,7 +224,7 @@ def join_engine(
 
 
 def _opened(spec: RebuildSpec, finished: int | None) -> tuple[Engine, Any]:
-    engine = Engine(spec, {} if spec.old is None else spec.old.devices)
+    engine = Engine(spec)
     newest = spec.newest
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")

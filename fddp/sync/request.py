@@ -58,9 +58,9 @@ class EngineSpec(Protocol):
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare; raises this rank's errors."""
 
-    def devices(self, plan: BucketPlan) -> Sequence[torch.device]:
-        """Return the accelerators of this rank's leaves, in the order of the agreed plan; () if
-        they are unknown. The same number on all ranks."""
+    def devices(self, plan: BucketPlan) -> dict[str, torch.device]:
+        """Return the accelerators of this rank's leaves by their label in the agreed plan, as far
+        as they are known."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,11 @@ class Request:
         except Exception:  # `terms` raises it for all ranks
             return False
 
-    def devices(self, plan: BucketPlan) -> list[torch.device]:
+    def devices(self, plan: BucketPlan) -> dict[str, torch.device]:
         """Return the accelerators of the leaves; none for plans."""
         if isinstance(self.source, (BucketPlan, Schedule)):
-            return []
-        leaves = flatten(self.source)[0]
-        return accelerators([leaves[i] for i in plan.reduced])
+            return {}
+        return accelerators(plan, flatten(self.source)[0])
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare.
@@ -315,10 +314,13 @@ def groups_of_leaves(noise: NoiseGroups, plan: BucketPlan) -> tuple[str, ...]:
     return tuple(names)
 
 
-def accelerators(leaves: Sequence[Any]) -> list[torch.device]:
-    """Return the devices of tensors that are not on the CPU, in their order."""
-    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return [*dict.fromkeys(each for each in devices if each.type not in ("cpu", "meta"))]
+def accelerators(plan: BucketPlan, leaves: Sequence[Any]) -> dict[str, torch.device]:
+    """Return the accelerators of a tree's tensors, by their label in its plan."""
+    found: dict[str, torch.device] = {}
+    for spec, leaf in zip(plan.leaves, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta"):
+            found.setdefault(spec.device, leaf.device)
+    return found
 
 
 def deterministic_hook_error(hook: Hook[Any]) -> str:

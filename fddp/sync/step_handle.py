@@ -66,7 +66,8 @@ class StepHandle:
         communication hook, `wait` launches them."""
         if self._step is not None:
             self._engine.note_in_flight(self._finish)
-            send(self._step)
+            with _on_streams(self._streams):
+                send(self._step)
 
     @property
     def is_done(self) -> bool:

@@ -247,7 +247,8 @@ def emit(
         grads = [leaves[leaf] for leaf in members]
         record_start("start_gradients", grads, label, weight, json.dumps(about))
     reduced = plan.reduced
-    devices = [_device(plan, leaves, leaf) for leaf in reduced]
+    known = Devices(engine.devices)
+    devices = [_device(plan, leaves, leaf, known) for leaf in reduced]
     about = {"leaves": reduced, "devices": devices, **call}
     found = record("finish_step", [], label, json.dumps(about))
     results: list[Tensor | None] = [*leaves]
@@ -256,11 +257,11 @@ def emit(
     return [*results, *found[len(reduced) :]]
 
 
-def _device(plan: BucketPlan, leaves: Sequence[Tensor | None], leaf: int) -> str:
+def _device(plan: BucketPlan, leaves: Sequence[Tensor | None], leaf: int, known: Devices) -> str:
     """Device of the mean of a leaf: its own, or else that of another leaf of its bucket."""
     bucket = plan.buckets[plan.bucket_of[leaf]]
     found = [one.device for k in (leaf, *bucket.leaves) if (one := leaves[k]) is not None]
-    return str(found[0] if found else Devices()[bucket.device])
+    return str(found[0] if found else known[bucket.device])
 
 
 def _problem(engine: Engine, paths: Sequence[str], leaves: Sequence[Tensor | None]) -> str | None:

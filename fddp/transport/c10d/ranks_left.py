@@ -129,7 +129,12 @@ def group_left(
         make = partial(new_named_group, group, ranks, name, limit)
         made: dist.ProcessGroup = call_with_checks(make, making_s, check)
     for device in made._device_types:
-        backend_of(made, device).set_timeout(timedelta(seconds=group_timeout_s))
+        backend, limit = backend_of(made, device), timedelta(seconds=group_timeout_s)
+        try:
+            backend.set_timeout(limit)
+        except RuntimeError:  # of NCCL, whose operations read it from the options
+            if hasattr(backend, "options"):
+                backend.options._timeout = limit
     _firsts[made] = first._replace(numbers=left)
     _users[made] = weakref.WeakSet()
     return made
