@@ -20,7 +20,7 @@ from fddp.collectives.replicas.digest import bytes_of
 from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import MappingOf
 from fddp.ddp.torch_private import DisableTorchFunctionSubclass, preserve_version_counter
-from fddp.errors import DesyncError, FddpError, PlanMismatchError
+from fddp.errors import DesyncError, FddpError, PlanMismatchError, error_text
 from fddp.native import extension
 from fddp.native.memory import is_dtensor, shares_elements, wrapper_kind
 from fddp.runtime.agreement import exchange
@@ -185,7 +185,9 @@ def _received(
         if not changed.item():
             if has_changed:
                 there = {name: t for (name, *_), t in zip(before, sent, strict=True)}
-                raise _changed_error(transport.rank, _described(parts), src, _described(there))
+                error = _changed_error(transport.rank, _described(parts), src, _described(there))
+                transport.close(error_text(error))  # the others go on, and wait in backward
+                raise error
             return received
     descriptions = exchange(transport, _descriptions(named, parts), _DESCRIPTIONS, "buffers")
     _check_equal(descriptions, _BUFFERS_ALIKE, DesyncError)
@@ -259,14 +261,14 @@ def _descriptions(named: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> d
 
 
 def _described(parts: Mapping[str, Tensor]) -> dict[str, str]:
-    """Describe tensors by name. Devices are those of broadcasts: several of one type are numbered
-    by their first appearance."""
+    """Describe tensors by name. Further devices of one type are numbered by their first appearance,
+    because ranks have other devices."""
     devices = [*dict.fromkeys(part.device for part in parts.values())]
     found = {}
     for name, part in parts.items():
         alike = [device for device in devices if device.type == part.device.type]
-        number = f"#{alike.index(part.device)}" if len(alike) > 1 else ""
-        place = "" if part.is_cpu else f" on {part.device.type}{number}"
+        number = alike.index(part.device)
+        place = "" if part.is_cpu else f" on {part.device.type}{f'#{number}' if number else ''}"
         shape = "" if part.is_nested else f" {tuple(part.shape)}"
         obstacle = _obstacle(part)
         found[name] = f"{part.dtype}{shape}{place}{obstacle and ', '}{obstacle}"

@@ -257,11 +257,15 @@ def failed_in_a_hook(rank: Rank) -> None:
 
 def reduced_in_another_dtype(rank: Rank) -> None:
     """Buckets of a dtype other than that of their leaves."""
-    params = rank.put(mlp())
-    with fddp.GradSync(params, group=rank.group, reduce_dtype=torch.float32, **SMALL) as sync:
+    params = tree_map(Tensor.float, rank.put(mlp()))
+    with fddp.GradSync(params, group=rank.group, reduce_dtype=torch.float64, **SMALL) as sync:
         for number in range(3):
-            _, grads = sync.value_and_grad(mlp_loss)(params, rank.put(batch(rank.number, number)))
-            rank.check(grads, means(number), 1e-6)
+            x = rank.put(batch(rank.number, number)).float()
+            _, grads = sync.value_and_grad(mlp_loss)(params, x)
+            assert {(leaf.device, leaf.dtype) for leaf in flatten(grads)[0]} == {
+                (rank.device, torch.float32)
+            }
+            rank.check(tree_map(Tensor.double, grads), means(number), 1e-6)
 
 
 def several_dtypes(rank: Rank) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
@@ -256,4 +257,186 @@ def state_of_another_device(rank: Rank) -> None:
     own = {"w": slow(torch.full((300,), 1.0 + rank.number, device=there).double())}
     found, _ = fddp.reconcile(own, rank.group, step=rank.number)
     assert found["w"].device == there
+    rank.check(found, {"w": torch.full((300,), 2.0).double()})
+
+
+class _Reversed(nn.Module):
+    """Two layers, registered in another order than that of their names, on two devices."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.z = nn.Linear(8, 8).double().to(rank.device)
+        self.a = nn.Linear(8, 8).double().to(rank.other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(torch.tanh(self.z(x)).to(self.a.weight.device))  # type: ignore[no-any-return]
+
+
+def labels_of_devices(rank: Rank) -> None:
+    """Leaves whose devices are numbered by one that is not reduced, or in the order of names."""
+    hook = fddp.hooks.power_sgd(2)
+    params = {
+        "a": torch.arange(3).to(rank.other),
+        "b": torch.randn(16, 16).to(rank.device),
+        "c": torch.randn(16, 16).to(rank.other),
+    }
+    with fddp.GradSync(params, group=rank.group, hook=hook, **SMALL) as sync:
+        sync.update(params, sync.init_state())
+    net = _Reversed(rank)
+    ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        assert {p.device for p in bucket.parameters()} == {bucket.buffer().device}
+    x = rank.put(batch(rank.number, 0))
+    with ddp.weighted(float("nan") if rank.number == 1 else 1.0):
+        found = ending(lambda: ddp(x).sum().backward())
+    assert found.kinds[0] == ("PeerError", "WeightError")[rank.number], found
+    ddp.register_comm_hook(None, hook)
+    ddp(x).sum().backward()
+
+
+def averaged_on_two_devices(rank: Rank) -> None:
+    """Averages by the backend where it has them, also after a rebuild."""
+    there = rank.other
+    params = {n: leaf.to(there if n > "b" else rank.device) for n, leaf in _three().items()}
+    sync: Any = fddp.GradSync(params, group=rank.group, **SMALL)
+    scaling = sync.schedule.scaling
+    assert scaling == ("average" if sync._engine.transport.averages([there.type]) else "before")
+    rank.check(sync(params), _three())
+    sync = sync.rebuild(rank.group)
+    assert sync.schedule.scaling == scaling
+    rank.check(sync(params), _three())
+    sync.close()
+
+
+def _three() -> dict[str, Tensor]:
+    return {name: torch.full((20,), 1.0 + n).double() for n, name in enumerate("abc")}
+
+
+def joined_on_another_device(rank: Rank) -> None:
+    """A new rank that fails its first step, with leaves on another device than the current one, or
+    has passed no leaves."""
+    params = tree_map(lambda leaf: leaf.to(rank.other), mlp())
+    backend = dist.get_backend_config(rank.group)
+    alone = [dist.new_group([number], backend=backend) for number in range(2)]
+    for given in (params, None):
+        sync: Any
+        if rank.number == 0:
+            sync = fddp.GradSync(params, group=alone[0], **SMALL).rebuild(rank.group)
+        else:
+            sync = fddp.GradSync.join(rank.group, params=given)
+        if given is not None:
+            found = ending(partial(sync, {} if rank.number == 1 else params))
+            assert found.kinds[0] == ("PeerError", "TreeMismatchError")[rank.number], found
+        rank.check(sync(params), mlp())
+        sync.close()
+
+
+def averaged_on_another_stream(rank: Rank) -> None:
+    """A periodic average in a fixed order, which goes on on another stream than its first."""
+    like = {"w": torch.zeros(300).double()}
+    away, busy = torch.Stream(device=rank.device), rank.put(torch.ones(1).double())
+    home = torch.accelerator.current_stream(rank.device)
+    params = rank.put({"w": torch.full((300,), 1.0 + rank.number).double()})
+    schedule = periodic.local_sgd(like, 4, delay=3)
+    options: dict[str, Any] = {"group": rank.group, "deterministic": True}
+    with periodic.PeriodicSync(params, schedule, **options) as sync:
+        state = sync.init(params)
+        for number in range(7):
+            if number not in (4, 5):
+                params, state = sync.step(params, state)
+                continue
+            away.wait_stream(home)
+            with away:
+                slow(slow(slow(busy)))
+                _, state = sync.step(params, state)
+            for numel in (300, 2400, 150, 600, 75):
+                for _ in range(4):
+                    torch.full((numel,), 7.0, device=rank.device, dtype=torch.float64)
+        rank.check(params, {"w": torch.full((300,), 1.5).double()})
+
+
+def buffers_moved_on_one_rank(rank: Rank) -> None:
+    """Buffers of which one rank has moved one, or all, to another device."""
+    for moved in (("running_mean",), ("running_mean", "running_var", "num_batches_tracked")):
+        net = module(rank.device)
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+        for number in range(2):
+            mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        norm: Any = net[1]
+        if rank.number == 1:
+            for name in moved:
+                setattr(norm, name, getattr(norm, name).to(rank.other))
+        x = rank.put(batch(rank.number, 2))
+        found = ending(lambda ddp=ddp, x=x: mean_square(ddp, x).backward())
+        assert found.kinds[0] == ("RankLostError", "DesyncError")[rank.number], found
+        if rank.number == 1:
+            assert ("running_mean" if len(moved) == 1 else "moved to another") in found.text, found
+
+
+def unused_in_graphs(rank: Rank) -> None:
+    """Steps in graphs without gradients of a leaf, or of a whole bucket, of one or two devices."""
+    there = rank.other
+    for first in (there, rank.device):
+        torch._dynamo.reset()
+
+        def placed(tree: Any, first: torch.device = first) -> Any:
+            places = {name: there if name > "layer1" else first for name in tree}
+            return {n: {k: leaf.to(places[n]) for k, leaf in tree[n].items()} for n in tree}
+
+        plan = fddp.plan_buckets(placed(mlp()), **SMALL)
+        for source, layer, left in (
+            (plan, "layer2", {}),
+            (placed(mlp()), "layer1", {"weight"}),
+            (placed(mlp()), "layer2", {"weight", "bias"}),
+        ):
+            options: dict[str, Any] = {} if source is plan else SMALL
+            with fddp.GradSync(source, group=rank.group, **options) as sync:
+                compiled: Any = torch.compile(
+                    lambda grads, sync=sync: sync(grads), backend="aot_eager", fullgraph=True
+                )
+                expected = means(0)
+                grads = placed(expected)
+                for name in left:
+                    grads[layer][name] = None
+                    expected[layer][name] = torch.zeros_like(expected[layer][name])
+                found = compiled(grads)
+                at = [leaf.device for leaf in flatten(placed(mlp()))[0]]
+                assert [leaf.device for leaf in flatten(found)[0]] == at
+                rank.check(found, expected)
+
+
+class _Sized(fddp.hooks.Hook[tuple[()]]):
+    """A hook that sums buffers of another size on each rank."""
+
+    name = "sized"
+
+    def __init__(self, more: int) -> None:
+        self._more = more
+
+    def init(self, spec: fddp.hooks.BucketSpec) -> tuple[()]:
+        return ()
+
+    def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+        numel = len(bucket.buffer)
+        total = all_reduce(bucket.buffer.new_zeros(numel + self._more))
+        return total.map(lambda sums: (sums[:numel], state))
+
+
+def hook_of_other_sizes(rank: Rank) -> None:
+    """A hook whose tensors differ in size between ranks, which hangs or aborts backends."""
+    params = rank.put(mlp())
+    options: dict[str, Any] = {"timeout_s": 20, **SMALL}
+    with fddp.GradSync(params, group=rank.group, hook=_Sized(rank.number), **options) as sync:
+        found = ending(partial(sync, params))
+        assert found.kinds[0] == "DesyncError", found
+        assert "same size" in found.text, found
+
+
+def reconciled_from_the_device(rank: Rank) -> None:
+    """A newest state on the CPU, for a rank whose own is on a device."""
+    own = {"w": torch.full((300,), 1.0 + rank.number).double()}
+    if rank.number == 0:
+        own = rank.put(own)
+    found, _ = fddp.reconcile(own, rank.group, step=rank.number)
+    assert found["w"].device == own["w"].device
     rank.check(found, {"w": torch.full((300,), 2.0).double()})

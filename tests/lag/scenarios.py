@@ -122,6 +122,9 @@ ON_ANY_DEVICE: tuple[Scenario, ...] = (
     p.sparse_of_some_ranks,
     p.buffers_changed_on_one_rank,
     p.zeros_of_buckets,
+    p.averaged_on_another_stream,
+    p.hook_of_other_sizes,
+    p.reconciled_from_the_device,
 )
 # Captures, which are of the current device, and scenarios with a second device of their own.
 ON_THE_CURRENT_DEVICE: tuple[Scenario, ...] = (
@@ -152,6 +155,11 @@ ON_THE_CURRENT_DEVICE: tuple[Scenario, ...] = (
     p.gradients_of_virtual_ranks,
     p.times_on_another_device,
     p.state_of_another_device,
+    p.labels_of_devices,
+    p.averaged_on_two_devices,
+    p.joined_on_another_device,
+    p.unused_in_graphs,
+    p.buffers_moved_on_one_rank,
 )
 SCENARIOS = {each.__name__: each for each in (*ON_ANY_DEVICE, *ON_THE_CURRENT_DEVICE)}
 
