@@ -186,7 +186,7 @@ def _received(
             if has_changed:
                 there = {name: t for (name, *_), t in zip(before, sent, strict=True)}
                 error = _changed_error(transport.rank, _described(parts), src, _described(there))
-                transport.close(error_text(error))  # the others go on, and wait in backward
+                transport.abandon(error_text(error))  # the others go on, and wait in backward
                 raise error
             return received
     descriptions = exchange(transport, _descriptions(named, parts), _DESCRIPTIONS, "buffers")

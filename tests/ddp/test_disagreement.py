@@ -99,16 +99,16 @@ def test_the_order_of_buffers_does_not_count(
 
 
 def change_buffers(group: Any, on: tuple[int, ...]) -> Any:
-    """What a forward pass gives after a buffer's shape has changed on these ranks."""
+    """What a step gives after a buffer's shape has changed on these ranks."""
     module = Net(b=TWO, c=TWO.long())
     wrapped = fddp.DistributedDataParallel(module, process_group=group)
     wrapped(torch.tensor(1.0)).backward()
     if rank_of(group) in on:
         module.b = FIVE + rank_of(group)
     begin_s = time.perf_counter()
-    error = ending(lambda: wrapped(torch.tensor(1.0)))
+    error = ending(lambda: wrapped(torch.tensor(1.0)).backward())
     took_s = time.perf_counter() - begin_s
-    fddp.psum(torch.ones(1), group)  # the others have ended their forward pass, too
+    fddp.psum(torch.ones(1), group)  # the others have ended their step, too
     return error.kinds[0], error.text, module.b.tolist(), took_s
 
 
@@ -120,7 +120,8 @@ def test_buffers_whose_shape_changes(request: pytest.FixtureRequest, transport: 
         assert "'b' of the module is torch.float32 (5,) on rank 0" in text
         assert took_s < PROMPT_S
     first, second = launch(2, change_buffers, (1,))
-    assert (first[0], first[2]) == ("no error", TWO.tolist())
+    assert (first[0], first[2]) == ("RankLostError", TWO.tolist())
+    assert first[3] < PROMPT_S
     assert second[0] == "DesyncError"
     assert "(5,) on rank 1 and torch.float32 (2,) on rank 0; keep buffers alike" in second[1]
     for kinds, _, value, _ in launch(2, change_buffers, (0, 1)):

@@ -101,13 +101,28 @@ def captured(rank: Rank) -> None:
 
 def captured_in_other_ways(rank: Rank) -> None:
     """Chains of collectives, and results in memory of their own."""
-    params, x = rank.put(mlp(layers=2)), rank.put(batch(rank.number, 0))
-    ways: list[dict[str, Any]] = [{"reduce_dtype": torch.float32}, {"deterministic": True}]
+    params = map_leaves(Tensor.float, rank.put(mlp(layers=2)))
+    x = rank.put(batch(rank.number, 0))
+    ways: list[dict[str, Any]] = [{"reduce_dtype": torch.float64}, {"deterministic": True}]
     for options in ways:
         own: dict[str, Any] = {"group": rank.group, "report": "next", **options, **SMALL}
         with fddp.GradSync(params, **own) as sync:
             step = sync.value_and_grad(mlp_loss)
-            check_replays(rank, sync, lambda x, step=step: step(params, x)[1], x)  # type: ignore[misc]
+            check_replays(rank, sync, lambda x, step=step: step(params, x.float())[1], x)  # type: ignore[misc]
+
+
+def captured_after_a_rebuild(rank: Rank) -> None:
+    """The first step of a rebuilt one, which has connected its ranks."""
+    grads = rank.put(mlp())
+    before = fddp.GradSync(grads, group=rank.group, report="next", **SMALL)
+    for _ in range(2):
+        before(grads)
+    with before.rebuild(rank.group) as sync:
+        with capture(rank) as graph:
+            results = sync(grads)
+        grads["layer1"]["bias"].fill_(1.0 + rank.number)
+        graph.replay()
+        check_equal(on_host(results), on_host(sync(grads)))
 
 
 def captured_skips(rank: Rank) -> None:

@@ -139,6 +139,7 @@ ON_THE_CURRENT_DEVICE: tuple[Scenario, ...] = (
     t.hooks_on_a_second_device,
     c.captured,
     c.captured_in_other_ways,
+    c.captured_after_a_rebuild,
     c.captured_shards,
     c.captured_skips,
     c.captured_module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from datetime import timedelta
@@ -124,6 +125,29 @@ def test_a_communicator_of_a_subgroup_knows_the_global_ranks(lagging: str) -> No
     """By which NCCL names ranks in what it reports."""
     outcomes = run_fresh(3, of_a_subgroup_on_rank, timeout_s=280)
     assert [outcome.result for outcome in outcomes] == [[], [1, 2], [1, 2]], outcomes
+
+
+def left_on_rank(rank: int, world_size: int) -> Any:
+    own = opened(rank)
+    params = own.put(mlp())
+    sync = fddp.GradSync(params, group=own.group, timeout_s=20, **SMALL)
+    own.check(sync(params), mlp())
+    if rank == 2:
+        os._exit(0)
+    found = ending(partial(sync, params))
+    assert found.kinds[0] == "RankLostError", found
+    sync = sync.rebuild()
+    own.check(sync(params), mlp())
+    group: Any = sync._engine._group()
+    limits = [group._get_backend(torch.device(place)).options._timeout for place in ("cpu", "lag")]
+    return sync.schedule.scaling, limits, lag.load().take_connections() != []
+
+
+def test_ranks_that_are_left_go_on(lagging: str) -> None:
+    """On communicators of their own, in a group with the time limits of the first one."""
+    outcomes = run_fresh(3, left_on_rank, timeout_s=280)
+    expected = ("average", [timedelta(seconds=60)] * 2, True)
+    assert [each.result for each in outcomes] == [expected, expected, None], outcomes
 
 
 def along_axes_on_rank(rank: int, world_size: int) -> int:
