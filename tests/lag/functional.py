@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 import fddp
 from fddp import periodic
 from fddp.native import extension
+from fddp.runtime import operations
 from fddp.tree.pytree import flatten, tree_map
 from tests.lag.rank import SMALL, Rank, means, slow
 from tests.support.backward_calls import call_in_backward
@@ -463,7 +465,9 @@ def virtual_ranks_with_times(rank: Rank) -> None:
         step = sync.value_and_grad(mlp_loss, with_info=True)
         for number in range(3):
             own = [rank.put(batch(v, number)) for v in sync.carried_ranks]
-            _, grads, info = step(params, sync.virtual_batches(own))
+            with mock.patch.object(operations, "start", wraps=operations.start) as start:
+                _, grads, info = step(params, sync.virtual_batches(own))
+            assert all(call.kwargs["record_time"] for call in start.call_args_list)
             inputs = [(batch(v, number),) for v in range(5)]
             rank.check(grads, mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 5))
             assert all(bucket.launch_s <= bucket.done_s for bucket in info.timeline.buckets)

@@ -193,6 +193,7 @@ def sparse_of_some_ranks(rank: Rank) -> None:
             rank.check(dense(grads), expected)
         nothing = _table(rank.device, torch.zeros(0, 3).double())
         grads = sync({"table": nothing, "w": params["w"]})
+        assert grads["table"].device == rank.device
         rank.check(dense(grads), {"table": torch.zeros(10, 3).double(), "w": host["w"]})
     good = torch.ones(2, 3).double()
     bad = good * float("nan") if rank.number == 1 else good
@@ -224,9 +225,15 @@ def times_on_another_device(rank: Rank) -> None:
         with mock.patch.object(autotune, "measure_axes", return_value={}) as measured:
             autotune._costs(sync._engine, sync.plan)
         assert measured.call_args.kwargs["device"] == there
-    with mock.patch.object(measure, "start", wraps=measure.start) as start:
+    with (
+        mock.patch.object(measure, "start", wraps=measure.start) as start,
+        mock.patch.object(torch, "zeros", wraps=torch.zeros) as zeros,
+        mock.patch.object(torch, "ones", wraps=torch.ones) as ones,
+    ):
         fddp.measure_cost(rank.group, sizes_bytes=(1000,), repeats=1, device=there)
     assert {call.args[2].device for call in start.call_args_list} == {there}
+    assert mock.call(1, device=there) in zeros.call_args_list  # of a barrier
+    assert {call.kwargs.get("device") for call in ones.call_args_list} == {there}  # work beside
 
 
 def buffers_changed_on_one_rank(rank: Rank) -> None:
@@ -243,12 +250,14 @@ def buffers_changed_on_one_rank(rank: Rank) -> None:
 
 
 def zeros_of_buckets(rank: Rank) -> None:
-    """Zeros in the form of buckets, for torch's joins."""
+    """Zeros in the form of buckets, for torch's joins, and counts of use, are on the device."""
     ddp = fddp.DistributedDataParallel(
         module(rank.device), process_group=rank.group, bucket_cap_mb=CAP
     )
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         assert bucket.buffer().device == rank.device
+    mean_square(ddp, rank.put(batch(rank.number, 0))).backward()
+    assert ddp.reducer._get_local_used_map().device == rank.device
 
 
 def state_of_another_device(rank: Rank) -> None:

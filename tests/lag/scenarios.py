@@ -181,11 +181,14 @@ def run(number: int, names: tuple[str, ...], backend: str, seeds: range) -> None
     group = dist.new_group(backend=f"cpu:gloo,{backend}", timeout=timeout)
     bare = dist.new_group(backend=backend, timeout=timeout)
     for name in names:
-        # Where it can differ, leaves are on another device than the current one on one backend.
-        is_away = backend == "lag:lag" and SCENARIOS[name] in ON_ANY_DEVICE
-        index = torch.accelerator.device_count() - 1 if is_away else 0
-        rank = Rank(number, group, bare, torch.device(device_type, index))
         for seed in seeds:
+            # Where it can differ, leaves are on another device than the current one on one backend,
+            # and on each with odd seeds.
+            is_away = (
+                lags and (backend == "lag:lag" or seed % 2) and SCENARIOS[name] in ON_ANY_DEVICE
+            )
+            index = torch.accelerator.device_count() - 1 if is_away else 0
+            rank = Rank(number, group, bare, torch.device(device_type, index))
             if lags:
                 lag.load().seed(seed)
             try:

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
+import fddp
 from fddp.native.layout import Layout
 from fddp.native.pack import slices
 from tests import lag
@@ -219,6 +222,20 @@ def check_counts(lagging: torch.device) -> None:
         "events": 1,
         "waits": 1,
     }
+
+
+def test_random_numbers_of_all_devices_are_restored(lagging: str) -> None:
+    on_device(check_random_numbers)
+
+
+def check_random_numbers(lagging: torch.device) -> None:
+    with (
+        mock.patch.object(torch.random, "fork_rng", return_value=nullcontext()) as forked,
+        fddp.virtual_rng(step=0, virtual_rank=0),
+    ):
+        pass
+    assert [*forked.call_args.args[0]] == [*range(torch.accelerator.device_count())]
+    assert forked.call_args.kwargs == {"device_type": lagging.type}
 
 
 def test_two_devices(lagging: str) -> None:

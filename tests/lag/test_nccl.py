@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import fddp
 from fddp.transport import open_transport
+from fddp.transport.c10d import nccl
 from fddp.transport.c10d.communicator import Communicator
 from fddp.transport.operation import Operation
 from tests import lag
@@ -78,6 +80,16 @@ def test_communicators_are_connected_at_construction(lagging: str, is_bound: boo
     assert on_two_ranks(connections_on_rank, is_bound) == [
         [at_sync, at_wrapper, in_step, in_broadcasts] for _ in range(2)
     ]
+
+
+def test_a_connection_that_a_capture_refuses_is_made_later() -> None:
+    backends, place = nccl.NcclBackends(is_shared=False), torch.device("cpu")
+    with (
+        mock.patch.object(nccl, "is_capturing", return_value=True),
+        pytest.raises(fddp.TransformError, match="call it once before the capture"),
+    ):
+        backends.connects((0, 1), place)
+    assert [backends.connects((0, 1), place) for _ in range(2)] == [True, False]
 
 
 def split_in_flight_on_rank(rank: int, world_size: int) -> None:
@@ -269,6 +281,24 @@ def test_python_starts_only_what_connects_a_device_or_is_timed(lagging: str, bac
         assert found["rebuilt"] == found["later"] == []
 
 
+def counted_on_rank(rank: int, world_size: int) -> list[int]:
+    """Number of operations of each step but the first, beyond one for each bucket."""
+    own, counts = opened(rank), list[int]()
+    with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
+        communicators = [*sync._engine.transport._communicators.values()]
+        (communicator,) = [each["lag"] for each in communicators if "lag" in each]
+        for number in range(4):
+            own.check(sync(gradients(own, number)), means(number))
+            counts.append(communicator.issued)
+        buckets = len(sync.plan.buckets)
+    return [after - before - buckets for before, after in itertools.pairwise(counts)]
+
+
+def test_all_operations_are_counted(lagging: str) -> None:
+    """Also those that the extension starts."""
+    assert on_two_ranks(counted_on_rank) == [[0, 0, 0]] * 2
+
+
 def closed_in_flight_on_rank(rank: int, world_size: int, backend: str) -> None:
     own = opened(rank, f"cpu:gloo,{backend}")
     options: dict[str, Any] = {"group": own.group, "report": "next", **SMALL}
@@ -341,9 +371,13 @@ def half_issued_on_rank(rank: int, world_size: int) -> None:
         if rank == 0:
             transport.broadcast(torch.full((3,), 7.0, device=own.device), 0)
     lag.load().take_connections()
-    for number in range(3):
-        own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
-        assert len(lag.load().take_connections()) == (number == 0)
+    with mock.patch.object(dist, "PrefixStore", wraps=dist.PrefixStore) as stores:
+        for number in range(3):
+            own.check(fddp.broadcast(ours, 1, group=own.group), torch.ones(3))
+            assert len(lag.load().take_connections()) == (number == 0)
+    prefixes = {call.args[0] for call in stores.call_args_list}
+    # Keys of the communicator before would connect ranks to what has ended.
+    assert {each.split("/")[2] for each in prefixes if each.startswith("fddp/nccl/")} == {"1"}
     # Both have taken the same number of turns, in another order.
     titled = partial(open_transport, own.group, title="broadcast", shares=True)
     with titled() as first, titled() as second:
@@ -357,6 +391,14 @@ def half_issued_on_rank(rank: int, world_size: int) -> None:
 
 def test_a_shared_communicator_is_replaced_if_ranks_have_used_it_differently(lagging: str) -> None:
     on_two_ranks(half_issued_on_rank)
+
+
+def test_a_communicator_that_was_replaced_is_not_made_again() -> None:
+    backends = nccl.NcclBackends(is_shared=True)
+    assert backends.get(0, (0, 1), lambda: "first") == "first"
+    backends.replace(1)
+    with pytest.raises(RuntimeError, match="has ended"):
+        backends.get(0, (0, 1), lambda: "second")
 
 
 def failed_on_one_rank(rank: int, world_size: int) -> list[str]:

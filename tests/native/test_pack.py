@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,6 +141,14 @@ def test_a_large_leaf_is_scaled_and_copied_in_one_pass(dtype: torch.dtype) -> No
         if event.cpu_parent is None and event.input_shapes[0][:1] == [1024]
     ]
     assert [name for name in passes if name in ("aten::mul", "aten::copy_")] == ["aten::mul"]
+
+
+def test_devices_without_float64_measure_in_float32() -> None:
+    buffer = torch.tensor([3.0, 4.0, 2.0])
+    with mock.patch.object(pack, "_has_float64", return_value=False):
+        found = [pack.measure([buffer]), pack_foreach.sum_squares(buffer, flat_layout(2, 1))]
+    assert [each.dtype for each in found] == [torch.float32] * 2
+    assert [each.tolist() for each in found] == [[29.0, 0.0], [25.0, 4.0]]
 
 
 @pytest.mark.parametrize("name", ["pack_", "pack_add_"])

@@ -162,6 +162,20 @@ def test_a_handle_waits_for_the_thread_that_ends_its_step() -> None:
     assert fddp.loopback(2, run) == ["no error", "no error"]
 
 
+def test_a_closed_sync_holds_no_memory() -> None:
+    """Neither in its pool, nor in its steps and its gathers of shards."""
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(leaves(), group=group, algorithm="reduce_scatter", **CAPS) as sync:
+            sync.all_gather(sync.reduce_scatter(leaves()))
+            engine = sync._engine
+            before = len(engine._pool.released())
+        codes = [engine.setup.code, engine.setup.gathering]
+        return before > 0, engine._pool.released(), {type(c.collectives).__name__ for c in codes}
+
+    assert fddp.loopback(2, run) == [(True, [], {"CollectivesOfOne"})] * 2
+
+
 def test_an_own_close_ends_a_wait_on_threads() -> None:
     """Of a rank whose operation no other rank joins."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +17,6 @@ from fddp.transport import open_transport
 from fddp.transport.torch_private import name_of, process_groups
 from tests.support.polling import soon
 from tests.support.ranks import run_fresh
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 
 class Done(dist.Work):
@@ -108,12 +107,16 @@ def registered_on_rank(rank: int, world_size: int) -> None:
     mean = fddp.pmean(torch.tensor([float(rank)]), group)
     assert mean.item() == 0.5
     before = {*process_groups()}
-    with open_transport(group, "c10d") as transport:  # the others share memory
+    with (
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
+        open_transport(group, "c10d", timeout_s=45.0) as transport,  # the others share memory
+    ):
         total = torch.tensor([rank + 1.0])
         transport.all_reduce(total).wait("the sum")
         own = {each: name_of(each) for each in process_groups() if each not in before}
     assert own
     assert (total.item(), Counted.calls) == (3.0, 1)
+    assert {call.kwargs["timeout"] for call in made.call_args_list} == {timedelta(seconds=45)}
     assert soon(lambda: not own.keys() & {*process_groups()})
     for name in own.values():
         with pytest.raises(RuntimeError):
