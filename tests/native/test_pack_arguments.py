@@ -34,15 +34,28 @@ def test_outputs_may_conjugate_and_negate(ops: Any) -> None:
     assert torch.equal(memory.imag, torch.tensor([-1.0, -3.0]))
 
 
-def test_modes_do_not_reach_plain_tensors() -> None:
+def test_sparse_sources_need_no_factor(ops: Any) -> None:
+    buffer, source = torch.ones(3), torch.tensor([0.0, 2.0, 0.0])
+    ops.pack_(buffer, flat_layout(3), [source.to_sparse()])
+    assert_same_bits(buffer, source)
+
+
+def test_modes_do_not_reach_plain_tensors(ops: Any) -> None:
     layout = Layout((0,), ((2, 3),), ((3, 1),), 6)
     source, buffer, outer = torch.arange(6.0).view(3, 2).T, torch.empty(6), torch.ones(2)
+    packed, output = source.reshape(-1) * 0.5, torch.empty(2, 3)
     with FakeTensorMode():
-        pack.pack_(buffer, layout, [source])
-    assert_same_bits(buffer, source.reshape(-1))
+        ops.pack_(buffer, layout, [source], 0.5)
+    assert_same_bits(buffer, packed)
+    with FakeTensorMode():
+        ops.pack_add_(buffer, layout, [source], 0.5)
+    assert_same_bits(buffer, packed * 2)
+    with FakeTensorMode():
+        ops.unpack_([output], layout, buffer, 0.5, stats=False)
+    assert_same_bits(output, packed.view(2, 3))
     buffer.zero_()
-    torch.vmap(lambda x: pack.pack_(buffer, layout, [source]) * x)(outer)
-    assert_same_bits(buffer, source.reshape(-1))
+    torch.vmap(lambda x: ops.pack_(buffer, layout, [source], 0.5) * x)(outer)
+    assert_same_bits(buffer, packed)
 
 
 def test_inference_tensors_are_packed() -> None:
