@@ -426,6 +426,19 @@ def micro_batches(rank: Rank) -> None:
             rank.check(grads, both)
 
 
+def scaled_by_schedules(rank: Rank) -> None:
+    """Schedules that scale gradients before or after sums, which backends could average."""
+    params = rank.put(mlp())
+    plan = fddp.plan_buckets(params, **SMALL)
+    for scaling in ("before", "after"):
+        schedule = fddp.make_schedule(plan, fddp.Topology(data=2), scaling=scaling)
+        with fddp.GradSync(schedule, group=rank.group) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            for number in range(3):
+                _, grads = step(params, rank.put(batch(rank.number, number)))
+                rank.check(grads, means(number))
+
+
 def uneven(rank: Rank) -> None:
     """A rank that has fewer batches."""
     params = rank.put(mlp())

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import 
 )
 
 import fddp
+from fddp.native import extension
 from fddp.tree.pytree import tree_map
 from tests.lag.rank import (
     CAP,
@@ -99,6 +100,60 @@ def two_devices_on_streams(rank: Rank) -> None:
             for number in range(3):
                 _, grads = step(params, rank.put(batch(rank.number, number)))
                 rank.check(grads, means(number, loss=branches))
+
+
+def check_released(rank: Rank, side: torch.Stream, take: Callable[[], Tensor | None]) -> None:
+    """Compare a gradient of another stream, of twos, that is released while it is still read."""
+    grad, large = take(), torch.ones(250, 250, device=side.device).double()
+    assert grad is not None
+    large @ large @ large
+    seen = grad * 1
+    del grad
+    with side:  # whose free memory it would be
+        for _ in range(6):
+            torch.full((10, 3), 7.0, device=side.device, dtype=torch.float64)
+    rank.check(seen, torch.full((10, 3), 2.0).double())
+
+
+def taken_without_a_bucket(rank: Rank) -> None:
+    """A gradient of another stream, of a leaf in no bucket."""
+    leaves = extension.compiled.LeafSet([torch.ones(10, 3, device=rank.device).double()])
+    side = torch.Stream(device=rank.device)
+    for _ in range(3):
+        leaves.arm(extension.compiled.BucketMembers([]), [1], [], lambda _: None)
+        with within(side):
+            (leaves.leaves[0] * 2).sum().backward()
+        check_released(rank, side, lambda: leaves.take_one(0))
+
+
+def taken_on_a_second_device(rank: Rank) -> None:
+    """A gradient of another stream of a second device, whose current stream is not the default."""
+    if torch.accelerator.device_count() < 2:
+        return
+    home, side = (torch.Stream(device=rank.other) for _ in range(2))
+    places = rank.device, rank.other
+    with within(home):
+        leaves = extension.compiled.LeafSet([torch.ones(10, 3, device=d).double() for d in places])
+        for _ in range(3):
+            leaves.arm(extension.compiled.BucketMembers([[0, 1]]), [1, 1], [], lambda _: None)
+            side.wait_stream(home)
+            with side:
+                (leaves.leaves[1] * 2).sum().backward()
+            check_released(rank, side, lambda: leaves.take(0, keep=False)[1])
+
+
+def taken_again(rank: Rank) -> None:
+    """A second gradient of a bucket that was taken, which is computed on another stream."""
+    leaves = extension.compiled.LeafSet([torch.ones(10, 3, device=rank.device).double()])
+    home, side = torch.accelerator.current_stream(rank.device), torch.Stream(device=rank.device)
+    for _ in range(3):
+        leaves.arm(extension.compiled.BucketMembers([[0]]), [1], [], lambda _: None)
+        (leaves.leaves[0] * 3).sum().backward()
+        leaves.take(0, keep=False)
+        side.wait_stream(home)
+        with side:
+            (slow(leaves.leaves[0]) * 2).sum().backward()
+        check_released(rank, side, lambda: leaves.take(0, keep=False)[0])
 
 
 def awaited_on_streams_of_two_devices(rank: Rank) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import threading
 import time
@@ -38,6 +37,12 @@ def opened(rank: int, backend: str = "cpu:gloo,lag:nccl", **options: Any) -> Ran
 
 def gradients(own: Rank, number: int) -> Any:
     return torch.func.grad(mlp_loss)(own.put(mlp()), own.put(batch(own.number, number)))
+
+
+def on_device(sync: fddp.GradSync) -> list[Communicator]:
+    """Communicators of a sync that serve the device."""
+    by_group = sync._engine.transport._communicators.values()
+    return [each["lag"] for each in by_group if "lag" in each]
 
 
 # Connections
@@ -127,9 +132,8 @@ def of_a_subgroup_on_rank(rank: int, world_size: int) -> list[int]:
     if rank == 0:
         return []
     with fddp.GradSync(torch.ones(8, device="lag"), group=group) as sync:
-        communicators = [*sync._engine.transport._communicators.values()]
-        (backend,) = [each["lag"].backend for each in communicators if "lag" in each]
-        found: list[int] = backend.options.global_ranks_in_group
+        (communicator,) = on_device(sync)
+        found: list[int] = communicator.backend.options.global_ranks_in_group
     return found
 
 
@@ -266,8 +270,11 @@ def through_python_on_rank(rank: int, world_size: int, backend: str) -> dict[str
         steps = {"first": step, "rebuilt": step, "later": step, "with info": with_info}
         with mock.patch.object(Communicator, "issue", noted):
             for number, (what, each) in enumerate(steps.items()):
+                (communicator,) = on_device(sync)
+                before = communicator.issued
                 _, grads, *_ = each(params, own.put(batch(rank, number)))
                 own.check(grads, means(number))
+                assert communicator.issued == before + len(sync.plan.buckets)
                 found[what] = issued[:]
                 issued.clear()
         assert found["with info"] == ["all_reduce"] * len(sync.plan.buckets)
@@ -281,22 +288,58 @@ def test_python_starts_only_what_connects_a_device_or_is_timed(lagging: str, bac
         assert found["rebuilt"] == found["later"] == []
 
 
-def counted_on_rank(rank: int, world_size: int) -> list[int]:
-    """Number of operations of each step but the first, beyond one for each bucket."""
-    own, counts = opened(rank), list[int]()
-    with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
-        communicators = [*sync._engine.transport._communicators.values()]
-        (communicator,) = [each["lag"] for each in communicators if "lag" in each]
-        for number in range(4):
-            own.check(sync(gradients(own, number)), means(number))
-            counts.append(communicator.issued)
-        buckets = len(sync.plan.buckets)
-    return [after - before - buckets for before, after in itertools.pairwise(counts)]
+def on_devices(own: Rank) -> list[torch.Tensor]:
+    """A leaf on each device."""
+    return [torch.ones(4, device=device) for device in (own.device, own.other)]
 
 
-def test_all_operations_are_counted(lagging: str) -> None:
-    """Also those that the extension starts."""
-    assert on_two_ranks(counted_on_rank) == [[0, 0, 0]] * 2
+def connected_in_turn_on_rank(rank: int, world_size: int, backend: str) -> list[list[str]]:
+    """Devices of the collectives that Python starts in each of two steps."""
+    own = opened(rank, f"cpu:gloo,{backend}")
+    params, issue, found = on_devices(own), Communicator.issue, list[list[str]]()
+
+    def noted(self: Communicator, operation: Operation) -> Any:
+        found[-1].append(str(operation.tensor.device))
+        return issue(self, operation)
+
+    with (
+        fddp.GradSync(params, group=own.group) as sync,
+        mock.patch.object(Communicator, "issue", noted),
+    ):
+        for _ in range(2):
+            found.append([])
+            own.check(sync(params), [torch.ones(4)] * 2)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_python_connects_each_device(lagging: str, backend: str) -> None:
+    for first, later in on_two_ranks(connected_in_turn_on_rank, backend):
+        assert sorted(first) == ["lag:0", "lag:1"]
+        assert later == []
+
+
+def held_on_rank(rank: int, world_size: int, backend: str) -> None:
+    own = opened(rank, f"cpu:gloo,{backend}")
+    params = on_devices(own)
+    with fddp.GradSync(params, group=own.group) as sync:
+        for _ in range(2):
+            own.check(sync(params), [torch.ones(4)] * 2)
+        (communicator,) = on_device(sync)
+        for index in range(2):
+            begun = lag.load().Moment()
+            lag.load().hold(index, begun)
+            handle = sync.start(params)
+            time.sleep(0.3)
+            assert communicator.in_flight
+            begun.end()
+            own.check(handle.wait(), [torch.ones(4)] * 2)
+
+
+@pytest.mark.parametrize("backend", ["lag:nccl", "lag:lag"])
+def test_operations_of_either_device_are_in_flight(lagging: str, backend: str) -> None:
+    """Though those of the other one have ended."""
+    on_two_ranks(held_on_rank, backend)
 
 
 def closed_in_flight_on_rank(rank: int, world_size: int, backend: str) -> None:
@@ -325,13 +368,8 @@ def refused_on_rank(rank: int, world_size: int) -> None:
     own = opened(rank)
     with fddp.GradSync(own.put(mlp()), group=own.group, timeout_s=20, **SMALL) as sync:
         own.check(sync(gradients(own, 0)), means(0))
-        (communicator,) = {
-            each.backend
-            for by_device in sync._engine.transport._communicators.values()
-            for device, each in by_device.items()
-            if device == "lag"
-        }
-        communicator.abort()
+        (communicator,) = on_device(sync)
+        communicator.backend.abort()
         with pytest.raises(fddp.FddpError, match=r"all_reduce of torch.float64 \(\d+,\) on rank"):
             sync(gradients(own, 1))
 
@@ -361,6 +399,26 @@ def failed_on_rank(rank: int, world_size: int) -> None:
 
 def test_a_failure_ends_operations_in_flight(lagging: str) -> None:
     on_two_ranks(failed_on_rank)
+
+
+def awaited_late_on_rank(rank: int, world_size: int) -> None:
+    own = opened(rank, "cpu:gloo,lag:lag")
+    options: dict[str, Any] = {"group": own.group, "report": "next", **SMALL}
+    sync = fddp.GradSync(own.put(mlp()), timeout_s=2, **options)
+    for number in range(2):
+        own.check(sync(gradients(own, number)), means(number))
+    if rank == 0:  # the other one does not take part
+        handle = sync.start(gradients(own, 2))
+        time.sleep(4.0)
+        with pytest.raises(fddp.SyncTimeoutError):
+            handle.wait()
+    dist.barrier()
+    sync.close()
+
+
+def test_a_step_raises_if_it_is_awaited_after_its_time_limit(lagging: str) -> None:
+    """Even though it would report in the next one."""
+    on_two_ranks(awaited_late_on_rank)
 
 
 def half_issued_on_rank(rank: int, world_size: int) -> None:

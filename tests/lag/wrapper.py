@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 import fddp
+from fddp.ddp.weights import Weights
 from tests.lag.rank import CAP, EXACT, Rank, gradients, mean_square, module, module_means, slow
 from tests.support.endings import ending
 from tests.support.groups import init_rpc
@@ -160,6 +163,44 @@ def weighted(rank: Rank) -> None:
             with ddp.weighted(own), contextlib.nullcontext() if number else ddp.no_sync():
                 mean_square(ddp, x).backward()
         rank.check(gradients(net), expected)
+
+
+class Beside(nn.Module):
+    """Layers side by side, each on a device."""
+
+    def __init__(self, *devices: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8).double().to(each) for each in devices])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [layer(x.to(layer.weight.device)).to(x.device) for layer in self.layers]
+        return torch.stack(found).sum(0)
+
+
+def weighted_on_two_devices(rank: Rank) -> None:
+    """Passes with weights, which are counted once, before the first gradient of either device."""
+    if torch.accelerator.device_count() < 2:
+        return
+    found, count = list[bool](), Weights._before_first
+
+    def count_late(weights: Weights) -> None:
+        time.sleep(0.1)
+        found.append(any(p.grad is not None for p in net.parameters()))
+        count(weights)
+
+    host, net = Beside(*[torch.device("cpu")] * 2), Beside(rank.device, rank.other)
+    with mock.patch.object(Weights, "_before_first", count_late):
+        ddp = fddp.DistributedDataParallel(net, process_group=rank.group, bucket_cap_mb=CAP)
+    for number in range(3):
+        ddp.zero_grad()
+        with ddp.weighted(1.0 + rank.number):
+            mean_square(ddp, rank.put(batch(rank.number, number))).backward()
+        host.zero_grad()
+        for owner in range(2):
+            (mean_square(host, batch(owner, number)) * (1.0 + owner) / 3).backward()
+        rank.check(gradients(net), gradients(host))
+        assert found == [False] * (number + 1)
 
 
 def frozen(rank: Rank) -> None:
