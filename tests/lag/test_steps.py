@@ -121,6 +121,13 @@ def waits_over(rank: int, backend: str) -> dict[str, list[str]]:
     x = batch(rank, 0).to(device)
     # The first steps are measured, which waits.
     count("wrapper", lambda: net(x).sum().backward(), before=11)
+
+    def backward_outside() -> None:
+        with net.no_sync():
+            y = net(x)
+        y.sum().backward()
+
+    count("wrapper, no_sync", backward_outside)
     return found
 
 
