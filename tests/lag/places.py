@@ -385,11 +385,11 @@ def buffers_moved_on_one_rank(rank: Rank) -> None:
 def unused_in_graphs(rank: Rank) -> None:
     """Steps in graphs without gradients of a leaf, or of a whole bucket, of one or two devices."""
     there = rank.other
-    for first in (there, rank.device):
+    for first, last in ((there, there), (rank.device, there), (there, rank.device)):
         torch._dynamo.reset()
 
-        def placed(tree: Any, first: torch.device = first) -> Any:
-            places = {name: there if name > "layer1" else first for name in tree}
+        def placed(tree: Any, first: Any = first, last: Any = last) -> Any:
+            places = {name: last if name > "layer1" else first for name in tree}
             return {n: {k: leaf.to(places[n]) for k, leaf in tree[n].items()} for n in tree}
 
         plan = fddp.plan_buckets(placed(mlp()), **SMALL)

@@ -342,6 +342,22 @@ def test_operations_of_either_device_are_in_flight(lagging: str, backend: str) -
     on_two_ranks(held_on_rank, backend)
 
 
+def debugged_on_rank(rank: int, world_size: int) -> list[bool]:
+    own, found = opened(rank), []
+    for level in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
+        dist.set_debug_level(level)
+        with fddp.GradSync(own.put(mlp()), group=own.group, **SMALL) as sync:
+            own.check(sync(gradients(own, 0)), means(0))
+            (communicator,) = on_device(sync)
+            found.append(communicator.stream_backend("lag") is not None)
+    return found
+
+
+def test_python_starts_all_that_torch_compares(lagging: str) -> None:
+    """Under `TORCH_DISTRIBUTED_DEBUG=DETAIL`."""
+    assert on_two_ranks(debugged_on_rank) == [[True, False]] * 2
+
+
 def closed_in_flight_on_rank(rank: int, world_size: int, backend: str) -> None:
     own = opened(rank, f"cpu:gloo,{backend}")
     options: dict[str, Any] = {"group": own.group, "report": "next", **SMALL}

@@ -153,7 +153,7 @@ class Communicator:
         None if streams do not order its works, it is written in Python, or torch compares all calls
         of the ranks.
         """
-        is_debugged = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        is_debugged = dist.get_debug_level() == dist.DebugLevel.DETAIL
         if self._stream is None and self.uses_streams and not is_debugged:
             device = torch.device(device_type)
             backend = backend_of(self.backend, device)
