@@ -508,6 +508,21 @@ def test_at_most_log2_buffers_are_in_use() -> None:
     assert fddp.loopback(1, run) == [5]  # and the buffer of the step
 
 
+def test_rows_that_are_exchanged_are_used_again() -> None:
+    def run(group: Any) -> set[int]:
+        params, found = {"w": torch.zeros(64)}, set()
+        with fddp.GradSync(params, group=group, virtual_ranks=6) as sync:
+            for _ in range(3):
+                sync(sync.virtual_batches(lambda v: {"w": summand(v, 1, 64)[0]}))
+                released = sync._engine._pool._released
+                (key,) = [key for key in released if isinstance(key, tuple) and key[0] == "rows"]
+                (memory,) = released[key].buffers()
+                found.add(memory.data_ptr())
+        return found
+
+    assert [len(found) for found in fddp.loopback(2, run)] == [1, 1]
+
+
 # Uneven inputs
 
 
