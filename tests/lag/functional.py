@@ -593,7 +593,7 @@ def averaged_periodically(rank: Rank) -> None:
 def awaited_on_another_stream(rank: Rank) -> None:
     """A step that is started on one stream and awaited on another."""
     params, away = rank.put(mlp()), torch.Stream(rank.device)
-    busy = rank.put(torch.ones(1))
+    busy, home = rank.put(torch.ones(1)), torch.accelerator.current_stream(rank.device)
     for options in ({}, {"deterministic": True}, {"algorithm": "reduce_scatter"}):
         with fddp.GradSync(params, group=rank.group, **options, **SMALL) as sync:
             for number in range(3):
@@ -607,11 +607,12 @@ def awaited_on_another_stream(rank: Rank) -> None:
                         slow(busy)
                     results = handle.wait()
                 rank.overwrite_free()
-                if expected is not None:
-                    rank.check(results, expected)  # on the stream on which the step began
-                    with away:
-                        rank.check(results, expected)
-                torch.accelerator.current_stream(rank.device).wait_stream(away)
+                # The first check waits for the work of its stream.
+                for stream in (away, home) if number == 1 else (home, away):
+                    with stream:
+                        if expected is not None:
+                            rank.check(results, expected)
+                home.wait_stream(away)
 
 
 def dropped_in_use(rank: Rank) -> None:
