@@ -15,7 +15,7 @@ from fddp import periodic
 from fddp.native import extension
 from fddp.runtime import operations
 from fddp.tree.pytree import flatten, tree_map
-from tests.lag.rank import SMALL, Rank, means, slow
+from tests.lag.rank import SMALL, Rank, means, placed, slow
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
@@ -527,10 +527,7 @@ def two_devices(rank: Rank) -> None:
     if torch.accelerator.device_count() < 2:
         return
     there = rank.other
-    params = {
-        name: {n: leaf.to(there if name > "layer1" else rank.device) for n, leaf in layer.items()}
-        for name, layer in mlp().items()
-    }
+    params = placed(mlp(), rank.device, there)
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         for layer in p.values():

@@ -23,6 +23,7 @@ from tests.lag.rank import (
     means,
     module,
     module_means,
+    placed,
     slow,
 )
 from tests.support.endings import ending
@@ -103,21 +104,17 @@ def decided_for_two_devices(rank: Rank) -> None:
     the CPU."""
     zeros = tree_map(torch.zeros_like, mlp())
     for there, policy in product([rank.other, torch.device("cpu")], ["skip", "raise"]):
-
-        def placed(tree: Any, there: torch.device = there) -> Any:
-            places = {name: there if name > "layer1" else rank.device for name in tree}
-            return {n: tree_map(lambda leaf, n=n: leaf.to(places[n]), tree[n]) for n in tree}
-
+        put = partial(placed, first=rank.device, last=there)
         options: dict[str, Any] = {"nonfinite": policy, **LATER}
-        with fddp.GradSync(placed(mlp()), group=rank.group, **options) as sync:
+        with fddp.GradSync(put(mlp()), group=rank.group, **options) as sync:
             for number, name in enumerate(["layer1", "layer3"]):
-                result = sync(_spoiled(rank, placed(means(number)), name))
+                result = sync(_spoiled(rank, put(means(number)), name))
                 if policy == "skip":
                     rank.check(result, zeros)
                 else:  # first: other checks wait for the device
                     assert f"in leaf '{name}.bias'. They" in ending(sync.check).text
                 _check_flag(rank, sync.found_inf, 1.0)
-                rank.check(sync(placed(means(number))), means(number))
+                rank.check(sync(put(means(number))), means(number))
                 _check_flag(rank, sync.found_inf, 0.0)
 
 

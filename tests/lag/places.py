@@ -18,7 +18,7 @@ from fddp import periodic
 from fddp.sync import autotune, measure
 from fddp.tree.pytree import flatten, tree_map
 from tests.lag.functional import check_hook
-from tests.lag.rank import CAP, SMALL, Rank, mean_square, means, module, slow
+from tests.lag.rank import CAP, SMALL, Rank, mean_square, means, module, placed, slow
 from tests.support.endings import ending
 from tests.support.models import batch, mean_gradients, mlp, mlp_loss
 
@@ -387,16 +387,12 @@ def unused_in_graphs(rank: Rank) -> None:
     there = rank.other
     for first, last in ((there, there), (rank.device, there), (there, rank.device)):
         torch._dynamo.reset()
-
-        def placed(tree: Any, first: Any = first, last: Any = last) -> Any:
-            places = {name: last if name > "layer1" else first for name in tree}
-            return {n: {k: leaf.to(places[n]) for k, leaf in tree[n].items()} for n in tree}
-
-        plan = fddp.plan_buckets(placed(mlp()), **SMALL)
+        params = placed(mlp(), first, last)
+        plan = fddp.plan_buckets(params, **SMALL)
         for source, layer, left in (
             (plan, "layer2", {}),
-            (placed(mlp()), "layer1", {"weight"}),
-            (placed(mlp()), "layer2", {"weight", "bias"}),
+            (params, "layer1", {"weight"}),
+            (params, "layer2", {"weight", "bias"}),
         ):
             options: dict[str, Any] = {} if source is plan else SMALL
             with fddp.GradSync(source, group=rank.group, **options) as sync:
@@ -404,12 +400,12 @@ def unused_in_graphs(rank: Rank) -> None:
                     lambda grads, sync=sync: sync(grads), backend="aot_eager", fullgraph=True
                 )
                 expected = means(0)
-                grads = placed(expected)
+                grads = placed(expected, first, last)
                 for name in left:
                     grads[layer][name] = None
                     expected[layer][name] = torch.zeros_like(expected[layer][name])
                 found = compiled(grads)
-                at = [leaf.device for leaf in flatten(placed(mlp()))[0]]
+                at = [leaf.device for leaf in flatten(params)[0]]
                 assert [leaf.device for leaf in flatten(found)[0]] == at
                 rank.check(found, expected)
 

@@ -54,6 +54,12 @@ class Rank:
             torch.full(shape, 7.0, device=self.device, dtype=torch.float64)
 
 
+def placed(tree: Any, first: torch.device, last: torch.device) -> Any:
+    """The layers of a network of `mlp`, of which the last two are on another device."""
+    places = {name: last if name > "layer1" else first for name in tree}
+    return {n: {k: leaf.to(places[n]) for k, leaf in tree[n].items()} for n in tree}
+
+
 def on_two_ranks(fn: Any, *args: Any) -> list[Any]:
     """Results of a function on two ranks, which are processes of their own."""
     outcomes = run_fresh(2, fn, *args, timeout_s=280)

@@ -28,6 +28,7 @@ from tests.lag.rank import (
     means,
     module,
     module_means,
+    placed,
     slow,
 )
 from tests.support.backward_calls import call_in_backward
@@ -52,12 +53,7 @@ def within(*streams: torch.Stream) -> Iterator[None]:
 
 def on_both_devices(rank: Rank) -> tuple[Any, torch.device]:
     """Layers of which the last two are on a second device, and that device."""
-    there = rank.other
-    placed = {
-        name: {n: leaf.to(there if name > "layer1" else rank.device) for n, leaf in layer.items()}
-        for name, layer in mlp().items()
-    }
-    return placed, there
+    return placed(mlp(), rank.device, rank.other), rank.other
 
 
 def on_sides(sides: tuple[torch.Stream, ...]) -> Callable[[Any, Tensor], Tensor]:
